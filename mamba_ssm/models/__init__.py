@@ -1,0 +1,1 @@
+"""Whole networks: the language model and the sequence core that Drama's world model uses."""

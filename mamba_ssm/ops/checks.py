@@ -1,0 +1,47 @@
+"""Refusing wrong arguments by name, before anything is allocated or launched."""
+
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def check_shape(operator: str, name: str, tensor: Tensor | None, letters: str, *shapes: Sequence[int | None]) -> None:
+    """Raise ValueError unless `tensor` is None or has one of `shapes` (None in a shape: any size).
+
+    `letters` says the expectation in letters, such as "(B, D, L)"."""
+    if tensor is None:
+        return
+    for shape in shapes:
+        if tensor.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)):
+            return
+    wanted = " or ".join("(" + ", ".join("any" if size is None else str(size) for size in shape) + ")" for shape in shapes)
+    raise ValueError(f"{operator}: {name} has shape {tuple(tensor.shape)}, expected {letters} = {wanted}")
+
+
+def check_device(operator: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless every tensor that is given is on `device`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{operator}: {name} is on {tensor.device}, expected {device} like the first argument")
+
+
+def check_floating(operator: str, **tensors: Tensor | None) -> None:
+    """Raise TypeError unless every tensor that is given holds real floating-point numbers."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{operator}: {name} has dtype {tensor.dtype}, expected a real floating-point dtype")
+
+
+def check_integer(operator: str, **tensors: Tensor | None) -> None:
+    """Raise TypeError unless every tensor that is given holds integers."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            raise TypeError(f"{operator}: {name} has dtype {tensor.dtype}, expected an integer dtype")
+
+
+def check_choice(operator: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{operator}: {name} is {value!r}, expected one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,29 @@
+"""What all reference tiers share: the accumulation dtype, sequence boundaries, switching autocast off.   B batch, L length."""
+
+from contextlib import AbstractContextManager
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def accumulate_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if one of the tensors holds float64 (or complex128), else float32: states and sums are kept in it."""
+    wide = (torch.float64, torch.complex128)
+    return torch.float64 if any(t is not None and t.dtype in wide for t in tensors) else torch.float32
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Autocast off on the tensor's device: operators choose their own dtypes."""
+    return torch.autocast(device_type=tensor.device.type, enabled=False)
+
+
+def sequence_starts(seq_idx: Tensor) -> Tensor:
+    """True where `seq_idx` (B, L) differs from the row before; False in row 0, which continues the entering state."""
+    changes = seq_idx[:, 1:] != seq_idx[:, :-1]                                           # (B, L-1)
+    return torch.cat([torch.zeros_like(seq_idx[:, :1], dtype=torch.bool), changes], dim=1)
+
+
+def sequence_pieces(seq_idx: Tensor) -> Tensor:
+    """Number of the piece each row belongs to, counted from 0: (B, L) int32, whatever values `seq_idx` (B, L) takes."""
+    return sequence_starts(seq_idx).cumsum(dim=1, dtype=torch.int32)

@@ -1,0 +1,1 @@
+"""Generation, state-dict files, and helpers around torch."""
