@@ -1,0 +1,577 @@
+"""Replay of real experience with dynamic frequency-based sampling.
+
+Row t holds obs_t, action_t, reward_t (what action_t earned), termination_t (action_t ended the life or the episode) and
+is_first_t (obs_t opens an episode). Two counters belong to a row that opens sequences: v_t, how often it opened a
+world-model sequence, and b_t, how often it opened an imagination context, brought to the scale of v_t by
+BatchSize / ImagineBatchSize. Start rows are drawn
+
+    for the world model, without replacement, p_t ∝ exp(-v_t / Tau)
+    for imagination, with replacement, p_t ∝ exp((v_t - Alpha b_t - Beta max(0, v_t - b_t)) / ImaginationTau)
+
+E environments write one ring each, of T = capacity / E rows, all at the same slot; n rows have been written to each
+ring. A start is the flat index env * T + slot. Everything that sampling needs (n, counters, rows) lives on the storage
+device and every shape is fixed, so a sampler neither waits for the device nor depends on how full the rings are, and
+can be captured in a CUDA graph.
+
+Letters: E environments, T ring length, N = E T starts, B batch, L time, A action width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from torch import Tensor
+
+WEIGHT_BITS = 40            # a row e^-27.7 times as likely as the likeliest is drawn with probability 0: 1e-12 each
+MAX_CHUNK_BYTES = 256 << 20  # bounds the host memory that saving and loading take besides the rings
+_OWN_FILES = re.compile(r"(rows-\d+-\d+|counters-\d+)-[0-9a-f]{16}\.bin|replay\.tmp")
+_TEMPORARY = "replay.tmp"
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Batch(NamedTuple):
+    """Rows of experience, B sequences of L consecutive rows of one environment each."""
+
+    obs: Tensor          # (B, L, H, W, C) uint8
+    action: Tensor       # (B, L) int64, or (B, L, A) fp32
+    reward: Tensor       # (B, L) fp32
+    termination: Tensor  # (B, L) fp32, 0 or 1
+    is_first: Tensor     # (B, L) bool
+
+
+class ReplayFileError(Exception):
+    """A file or manifest of a saved replay that cannot be trusted; the message is one line."""
+
+
+# --- drawing start rows ---------------------------------------------------------------------------------------------
+
+
+def world_model_logits(v: Tensor, inverse_tau: float) -> Tensor:
+    """-v / Tau, fp64: counts stay exact.   v (N,) int32 -> (N,)."""
+    return v.double() * -inverse_tau
+
+
+def imagination_logits(v: Tensor, b: Tensor, alpha: float, beta: float, inverse_tau: float) -> Tensor:
+    """(v - Alpha b - Beta max(0, v - b)) / ImaginationTau, fp64.   v (N,) counts, b (N,) on the scale of v -> (N,)."""
+    v = v.double()
+    return (v - alpha * b - beta * (v - b).clamp(min=0)) * inverse_tau
+
+
+def draw_without_replacement(logits: Tensor, valid: Tensor, count: int) -> Tensor:
+    """`count` distinct indices in the order of drawing, each with p ∝ exp(logits) among the valid ones not yet drawn.
+
+    The `count` largest of logits + Gumbel noise follow exactly that law. The noise is fp64: with the 24 bits of fp32
+    the leaders of 100,000 rows would tie. At least `count` entries must be valid.
+    logits (..., N), valid (N,) bool -> (..., count).
+    """
+    uniform = torch.rand(logits.shape, dtype=torch.float64, device=logits.device)
+    gumbel = -torch.log(-torch.log1p(-uniform))              # +inf, never -inf, in the one extreme case uniform = 0
+    return torch.where(valid, logits + gumbel, -torch.inf).topk(count).indices
+
+
+def draw_with_replacement(logits: Tensor, valid: Tensor, count: int) -> Tensor:
+    """`count` independent indices with p ∝ exp(logits) among the valid ones, of which there must be one.
+
+    Weights relative to the largest are cut to integers, whose partial sums are exact and so the same in any order of
+    summation: a floating-point scan on a GPU is neither. Weights below 2^-WEIGHT_BITS become 0 and are never drawn.
+    logits (N,), valid (N,) bool -> (count,).
+    """
+    bits = min(WEIGHT_BITS, 62 - math.ceil(math.log2(logits.numel() + 1)))    # the sum of all weights fits int64
+    logits = torch.where(valid, logits, -torch.inf)
+    weights = torch.exp(logits - logits.max()).mul_(2.0**bits).long()         # (N,) floor; the largest is 2^bits
+    cumulative = weights.cumsum(0)
+    total = cumulative[-1:]
+    uniform = torch.rand(count, dtype=torch.float64, device=logits.device)
+    ticket = torch.minimum((uniform * total).long(), total - 1)               # fp64 rounding may reach total itself
+    return torch.searchsorted(cumulative, ticket, right=True)                 # first index whose sum exceeds the ticket
+
+
+# --- what a row holds -----------------------------------------------------------------------------------------------
+
+
+class _Field(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    accepts: tuple[type, ...]                              # numpy scalar types that are converted to dtype
+    is_valid: Callable[[np.ndarray], np.ndarray] | None    # of each element; None: every value of the dtype is
+    expected: str
+
+    def complaint(self, array: np.ndarray) -> str | None:
+        """What is wrong with an array of this field's values; None if nothing is."""
+        if not any(np.issubdtype(array.dtype, accepted) for accepted in self.accepts):
+            return f"is {array.dtype}, expected {self.expected}"
+        valid = True if self.is_valid is None else self.is_valid(array)
+        if np.all(valid):
+            return None
+        index = np.unravel_index(np.argmin(valid), array.shape)
+        return f"is {array[index]} at {tuple(map(int, index))}, expected {self.expected}"
+
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _row_fields(obs_shape: Sequence[int], action_shape: Sequence[int]) -> dict[str, _Field]:
+    largest = float(np.finfo(np.float32).max)
+
+    def finite(x: np.ndarray) -> np.ndarray:
+        return np.abs(x) <= largest                        # False for NaN too
+
+    def flag(x: np.ndarray) -> np.ndarray:
+        return (x == 0) | (x == 1)
+
+    def index(x: np.ndarray) -> np.ndarray:
+        return (x >= 0) & (x <= np.iinfo(np.int64).max)
+
+    numbers, flags = "finite fp32 numbers", "bool, or 0 and 1"
+    if action_shape:
+        action = _Field(tuple(action_shape), torch.float32, (np.floating,), finite, numbers)
+    else:
+        action = _Field((), torch.int64, (np.integer,), index, "integers from 0 to 2^63 - 1")
+    return {
+        "obs": _Field(tuple(obs_shape), torch.uint8, (np.uint8,), None, "uint8"),
+        "action": action,
+        "reward": _Field((), torch.float32, (np.floating, np.integer), finite, numbers),
+        "termination": _Field((), torch.float32, (np.bool_, np.floating, np.integer), flag, flags),
+        "is_first": _Field((), torch.bool, (np.bool_, np.floating, np.integer), flag, flags),
+    }
+
+
+def row_nbytes(obs_shape: Sequence[int], action_shape: Sequence[int]) -> int:
+    """Bytes that one row takes in the buffer and on disk, its two int32 counters included."""
+    return sum(field.nbytes() for field in _row_fields(obs_shape, action_shape).values()) + 8
+
+
+# --- what a manifest holds ------------------------------------------------------------------------------------------
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _File(_Record):
+    name: str
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class _Chunk(_File):
+    first: NonNegativeInt
+    stop: PositiveInt
+
+
+class _Manifest(_Record):
+    format: Literal["drama-replay-1"]
+    num_envs: PositiveInt
+    ring_length: PositiveInt
+    row: dict[str, str]     # field -> "dtype shape"
+    rows_written: Annotated[int, Field(ge=0, lt=2**62)]    # to each ring, ever
+    chunks: list[_Chunk]    # ascending, each of rows first..stop-1 of every ring
+    counters: _File
+
+
+def _parse_manifest(manifest: Any) -> _Manifest:
+    try:
+        parsed = _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"])) or "its root"
+        raise ReplayFileError(f"replay manifest is malformed at {place}: {fault['msg']}") from None
+    for file in [*parsed.chunks, parsed.counters]:
+        if not _OWN_FILES.fullmatch(file.name):
+            raise ReplayFileError(f"replay manifest names {file.name!r}, which is no replay file")
+    return parsed
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, shared with it."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_file(folder: Path, stem: str, tensors: Sequence[Tensor]) -> _File:
+    """Write the bytes of host tensors one after another; the file takes its name once it is complete and on disk.
+
+    The name carries the content's digest: a file with other content never replaces one that a manifest relies on.
+    """
+    temporary = folder / _TEMPORARY
+    digest = hashlib.sha256()
+    try:
+        with temporary.open("wb") as file:
+            for tensor in tensors:
+                content = _as_bytes(tensor.contiguous())
+                digest.update(content)
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        name = f"{stem}-{digest.hexdigest()[:16]}.bin"
+        temporary.replace(folder / name)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return _File(name=name, bytes=size, sha256=digest.hexdigest())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_stored(folder: Path, file: _File) -> bool:
+    path = folder / file.name
+    return path.is_file() and path.stat().st_size == file.bytes
+
+
+@contextmanager
+def _open_verified(folder: Path, file: _File, expected_bytes: int) -> Iterator[BinaryIO]:
+    """A file whose size and digest have been checked, open at its start."""
+    path = folder / file.name
+    if file.bytes != expected_bytes:
+        raise ReplayFileError(f"replay manifest gives {file.bytes} bytes to {file.name}, expected {expected_bytes}")
+    try:
+        with path.open("rb") as stream:
+            found = os.fstat(stream.fileno()).st_size
+            if found != expected_bytes:
+                raise ReplayFileError(f"replay file {path} has {found} bytes, expected {expected_bytes}")
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != file.sha256:
+                raise ReplayFileError(f"replay file {path} has sha256 {digest[:16]}, expected {file.sha256[:16]}")
+            stream.seek(0)
+            yield stream
+    except OSError as error:
+        raise ReplayFileError(f"replay file {path} cannot be read: {error.strerror}") from error
+
+
+def _read_tensor(stream: BinaryIO, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    if stream.readinto(_as_bytes(tensor)) != tensor.nbytes:
+        raise ReplayFileError(f"replay file {stream.name} changed while it was read")
+    return tensor
+
+
+# --- the buffer -----------------------------------------------------------------------------------------------------
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not _is_count(value):
+            raise ValueError(f"ReplayBuffer: {name} is {value!r}, expected an integer of at least 1")
+
+
+def _check_shapes(obs_shape: Sequence[int], action_shape: Sequence[int]) -> None:
+    if len(obs_shape) != 3 or not all(map(_is_count, obs_shape)):
+        raise ValueError(f"ReplayBuffer: obs_shape is {tuple(obs_shape)}, expected (H, W, C)")
+    if len(action_shape) > 1 or not all(map(_is_count, action_shape)):
+        raise ValueError(f"ReplayBuffer: action_shape is {tuple(action_shape)}, expected () or (A,)")
+
+
+def _check_law(sampling: str, **numbers: float) -> None:
+    if sampling not in ("dynamic", "uniform"):
+        raise ValueError(f"ReplayBuffer: sampling is {sampling!r}, expected 'dynamic' or 'uniform'")
+    for name, value in numbers.items():
+        if not math.isfinite(value) or (name.endswith("tau") and value <= 0):
+            raise ValueError(f"ReplayBuffer: {name} is {value!r}, expected a finite number, above 0 for a temperature")
+
+
+class ReplayBuffer:
+    """Rings of experience on `device`, sampled there and handed out on `out_device`.
+
+    `obs_shape` (H, W, C); `action_shape` () for discrete actions, (A,) for continuous ones. `sampling` is "dynamic"
+    (the law at the top of this file) or "uniform" (every start alike; both counters are kept all the same). Randomness
+    comes from torch's default generator of the storage device. With the storage on the host and `out_device` a GPU,
+    batches are gathered in pinned memory and copied without waiting.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        num_envs: int,
+        obs_shape: Sequence[int],
+        action_shape: Sequence[int],
+        device: torch.device | str,
+        out_device: torch.device | str,
+        batch_size: int,
+        batch_length: int,
+        imagine_batch_size: int,
+        context_length: int,
+        sampling: str,
+        tau: float,
+        imagination_tau: float,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        _check_sizes(capacity=capacity, num_envs=num_envs, batch_size=batch_size, batch_length=batch_length)
+        _check_sizes(imagine_batch_size=imagine_batch_size, context_length=context_length)
+        _check_shapes(obs_shape, action_shape)
+        _check_law(sampling, tau=tau, imagination_tau=imagination_tau, alpha=alpha, beta=beta)
+        if capacity % num_envs:
+            raise ValueError(f"ReplayBuffer: capacity is {capacity}, expected a multiple of num_envs {num_envs}")
+        self.num_envs, self.ring_length = num_envs, capacity // num_envs
+        self.batch_size, self.batch_length = batch_size, batch_length
+        self.imagine_batch_size, self.context_length = imagine_batch_size, context_length
+        for name, length, needed in (("batch_length", batch_length, batch_size), ("context_length", context_length, 1)):
+            starts = num_envs * max(0, self.ring_length - length + 1)
+            if starts < needed:
+                raise ValueError(
+                    f"ReplayBuffer: capacity is {capacity}, which with num_envs {num_envs} leaves {starts} starts "
+                    f"for {name} {length}, expected at least {needed}"
+                )
+
+        self.device, self.out_device = torch.device(device), torch.device(out_device)
+        self._pin_batches = self.device.type == "cpu" and self.out_device.type == "cuda"
+        self._inverse_tau = 1.0 / tau if sampling == "dynamic" else 0.0
+        self._inverse_imagination_tau = 1.0 / imagination_tau if sampling == "dynamic" else 0.0
+        self._alpha, self._beta = float(alpha), float(beta)
+
+        self._fields = _row_fields(obs_shape, action_shape)
+        rings = (num_envs, self.ring_length)
+        self._data = {
+            name: torch.zeros(*rings, *field.shape, dtype=field.dtype, device=self.device)
+            for name, field in self._fields.items()
+        }
+        self._counters = torch.zeros(2, *rings, dtype=torch.int32, device=self.device)  # v and b of each row
+        self._written = 0                                                               # n, on the host
+        self._written_on_device = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._slots = torch.arange(self.ring_length, device=self.device)
+        self._ones = torch.ones(max(batch_size, imagine_batch_size), dtype=torch.int32, device=self.device)
+        self._chunks: list[_Chunk] = []
+
+    def __len__(self) -> int:
+        """Rows held, all environments together."""
+        return self.num_envs * min(self._written, self.ring_length)
+
+    def append(self, obs: Any, action: Any, reward: Any, termination: Any, is_first: Any) -> None:
+        """Write the next row of every environment: arrays or tensors of E rows, obs (E, H, W, C) uint8.
+
+        Host arrays are checked in full and may be reused at once. A tensor on a GPU must have the stored dtype; its
+        values are not looked at, since that would wait for the device.
+        """
+        values = dict(zip(self._fields, (obs, action, reward, termination, is_first), strict=True))
+        rows = {name: self._check_row(name, value) for name, value in values.items()}
+        slot = self._written % self.ring_length
+        for name, row in rows.items():
+            self._data[name][:, slot].copy_(row, non_blocking=True)
+        self._counters[:, :, slot].zero_()
+        self._set_written(self._written + 1)
+
+    def can_sample(self, rows: int) -> bool:
+        """Whether at least `rows` rows are held and both samplers have enough starts among them (known on the host)."""
+        return (
+            len(self) >= rows
+            and self._num_starts(self.batch_length) >= self.batch_size
+            and self._num_starts(self.context_length) >= 1
+        )
+
+    def sample_sequences(self) -> Batch:
+        """`batch_size` sequences of `batch_length` rows with distinct starts, for the world model; counts them in v."""
+        self._require_starts("sample_sequences", self.batch_length, self.batch_size)
+        v, _ = self._counters.flatten(1)
+        logits = world_model_logits(v, self._inverse_tau)
+        starts = draw_without_replacement(logits, self._valid_starts(self.batch_length), self.batch_size)
+        v.index_add_(0, starts, self._ones[: self.batch_size])
+        return self._gather(starts, self.batch_length)
+
+    def sample_contexts(self) -> Batch:
+        """`imagine_batch_size` independent contexts of `context_length` rows, to imagine from; counts them in b."""
+        self._require_starts("sample_contexts", self.context_length, 1)
+        v, b = self._counters.flatten(1)
+        scaled_b = b.double() * (self.batch_size / self.imagine_batch_size)
+        logits = imagination_logits(v, scaled_b, self._alpha, self._beta, self._inverse_imagination_tau)
+        starts = draw_with_replacement(logits, self._valid_starts(self.context_length), self.imagine_batch_size)
+        b.index_add_(0, starts, self._ones[: self.imagine_batch_size])        # adds up where a start repeats
+        return self._gather(starts, self.context_length)
+
+    def save(self, folder: str | os.PathLike) -> dict[str, Any]:
+        """Write what `folder` lacks of the rows held, and all counters; return the manifest for `load` (plain data).
+
+        Rows already in the folder from an earlier save (or the load that this buffer came from) are not written again.
+        Files that older manifests name stay as they are, see `prune`. If writing fails, OSError is raised and the
+        folder still serves every manifest returned before.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        stored = [chunk for chunk in self._chunks if chunk.stop > self._oldest() and _is_stored(folder, chunk)]
+        added = [self._write_chunk(folder, first, stop) for first, stop in self._missing_rows(stored)]
+        counters = _write_file(folder, f"counters-{self._written}", [self._counters.cpu()])
+        _sync_folder(folder)
+        self._chunks = sorted(stored + added, key=lambda chunk: chunk.first)
+        return _Manifest(
+            format="drama-replay-1",
+            num_envs=self.num_envs,
+            ring_length=self.ring_length,
+            row=self._row_description(),
+            rows_written=self._written,
+            chunks=self._chunks,
+            counters=counters,
+        ).model_dump()
+
+    def load(self, folder: str | os.PathLike, manifest: Any) -> None:
+        """Become the buffer that `save` described by `manifest`: rows, positions and counters, on any storage device.
+
+        Raises ReplayFileError if the manifest belongs to another kind of buffer or a file is missing or altered. Each
+        file is verified before its content is used; after a refusal the buffer is empty.
+        """
+        folder = Path(folder)
+        saved = _parse_manifest(manifest)
+        self._check_same_layout(saved)
+        self._set_written(0)
+        self._chunks = []
+        oldest = max(0, saved.rows_written - self.ring_length)
+        covered = oldest
+        for chunk in saved.chunks:
+            if not (chunk.first <= covered < chunk.stop <= saved.rows_written):
+                raise ReplayFileError(f"replay manifest: {chunk.name} gives no row {covered}, the next one expected")
+            self._load_chunk(folder, chunk, covered)
+            covered = chunk.stop
+        if covered != saved.rows_written:
+            raise ReplayFileError(f"replay manifest: its files end at row {covered}, expected {saved.rows_written}")
+        self._load_counters(folder, saved.counters)
+        self._chunks = list(saved.chunks)
+        self._set_written(saved.rows_written)
+
+    def prune(self, folder: str | os.PathLike, kept_manifests: Sequence[Any]) -> None:
+        """Remove replay files from `folder` that neither a kept manifest nor this buffer's next save relies on.
+
+        That includes what a crash left behind. Call it once the kept manifests are safely on disk.
+        """
+        needed = {chunk.name for chunk in self._chunks if chunk.stop > self._oldest()}
+        for manifest in map(_parse_manifest, kept_manifests):
+            needed.update(file.name for file in [*manifest.chunks, manifest.counters])
+        for path in Path(folder).iterdir():
+            if _OWN_FILES.fullmatch(path.name) and path.name not in needed:
+                path.unlink()
+
+    # rows in and out
+
+    def _set_written(self, written: int) -> None:
+        self._written = written
+        self._written_on_device.fill_(written)
+
+    def _check_row(self, name: str, value: Any) -> Tensor:
+        """One field's new row as a tensor that can be copied to the storage without waiting."""
+        field = self._fields[name]
+        shape = (self.num_envs, *field.shape)
+        on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+        array = value if on_device else np.asarray(value)
+        if tuple(array.shape) != shape:
+            raise ValueError(f"append: {name} has shape {tuple(array.shape)}, expected {shape}")
+        if on_device:
+            if value.dtype != field.dtype:
+                raise ValueError(f"append: {name} on {value.device} is {value.dtype}, expected {field.dtype}")
+            return value
+        if complaint := field.complaint(array):
+            raise ValueError(f"append: {name} {complaint}")
+        row = torch.from_numpy(np.require(array, requirements=["C", "W"])).to(field.dtype)
+        return row.pin_memory() if self.device.type == "cuda" else row
+
+    def _num_starts(self, length: int) -> int:
+        return self.num_envs * max(0, min(self._written, self.ring_length) - length + 1)
+
+    def _require_starts(self, sampler: str, length: int, needed: int) -> None:
+        starts = self._num_starts(length)
+        if starts < needed:
+            raise RuntimeError(
+                f"{sampler}: {starts} of the {len(self)} rows held can open {length} rows of one environment, "
+                f"expected at least {needed}; append more rows first"
+            )
+
+    def _valid_starts(self, length: int) -> Tensor:
+        """True where `length` rows that follow each other begin: (N,) bool, N = E T."""
+        size = self._written_on_device.clamp(max=self.ring_length)
+        age_order = (self._slots - (self._written_on_device - size)) % self.ring_length   # 0 is the oldest row
+        return (age_order + length <= size).repeat(self.num_envs)
+
+    def _gather(self, starts: Tensor, length: int) -> Batch:
+        slot = starts % self.ring_length
+        slots = (slot[:, None] + self._slots[:length]) % self.ring_length                 # (B, L), over the ring's end
+        rows = (starts - slot)[:, None] + slots
+        return Batch(**{name: self._take(name, rows) for name in self._fields})
+
+    def _take(self, name: str, rows: Tensor) -> Tensor:
+        """Rows (B, L) of a field -> (B, L, ...) on out_device, moved as the widest words that fit: bytes are slow."""
+        field = self._fields[name]
+        word = next(word for word in _WORDS if field.nbytes() % word.itemsize == 0)
+        words = self._data[name].view(self.num_envs * self.ring_length, -1).view(word)
+        taken = torch.empty(rows.numel(), words.shape[1], dtype=word, device=self.device, pin_memory=self._pin_batches)
+        torch.index_select(words, 0, rows.flatten(), out=taken)
+        return taken.view(field.dtype).view(*rows.shape, *field.shape).to(self.out_device, non_blocking=True)
+
+    # files
+
+    def _oldest(self) -> int:
+        return max(0, self._written - self.ring_length)
+
+    def _missing_rows(self, stored: Sequence[_Chunk]) -> Iterator[tuple[int, int]]:
+        """Ranges of held rows that no stored chunk covers, cut at the ring's end and to the size of one file."""
+        row_bytes = self.num_envs * sum(field.nbytes() for field in self._fields.values())
+        longest = max(1, MAX_CHUNK_BYTES // row_bytes)
+        first = self._oldest()
+        for next_stored, resume in [*((chunk.first, chunk.stop) for chunk in stored), (self._written, self._written)]:
+            while first < next_stored:
+                ring_end = first - first % self.ring_length + self.ring_length
+                stop = min(next_stored, ring_end, first + longest)
+                yield first, stop
+                first = stop
+            first = resume
+
+    def _ring_slice(self, name: str, first: int, stop: int) -> Tensor:
+        start = first % self.ring_length
+        return self._data[name][:, start : start + stop - first]
+
+    def _write_chunk(self, folder: Path, first: int, stop: int) -> _Chunk:
+        content = [self._ring_slice(name, first, stop).cpu() for name in self._fields]
+        file = _write_file(folder, f"rows-{first}-{stop}", content)
+        return _Chunk(first=first, stop=stop, **file.model_dump())
+
+    def _load_chunk(self, folder: Path, chunk: _Chunk, first_used: int) -> None:
+        """Copy rows first_used..stop-1 of a verified file into the rings."""
+        length = chunk.stop - chunk.first
+        if chunk.first // self.ring_length != (chunk.stop - 1) // self.ring_length:
+            raise ReplayFileError(f"replay manifest: {chunk.name} is {chunk.first}..{chunk.stop}, over the ring's end")
+        row_bytes = self.num_envs * sum(field.nbytes() for field in self._fields.values())
+        with _open_verified(folder, chunk, length * row_bytes) as stream:
+            for name, field in self._fields.items():
+                raw_dtype = torch.uint8 if field.dtype == torch.bool else field.dtype     # a byte of 2 is no bool
+                rows = _read_tensor(stream, (self.num_envs, length, *field.shape), raw_dtype)
+                if complaint := field.complaint(rows.numpy()):
+                    raise ReplayFileError(f"replay file {stream.name}: {name} {complaint}")
+                self._ring_slice(name, first_used, chunk.stop).copy_(rows[:, first_used - chunk.first :])
+
+    def _load_counters(self, folder: Path, file: _File) -> None:
+        with _open_verified(folder, file, self._counters.nbytes) as stream:
+            counters = _read_tensor(stream, self._counters.shape, torch.int32)
+        if counters.min() < 0:
+            raise ReplayFileError(f"replay file {folder / file.name} holds a negative counter, expected counts")
+        self._counters.copy_(counters)
+
+    def _row_description(self) -> dict[str, str]:
+        return {name: f"{field.dtype} {field.shape}".removeprefix("torch.") for name, field in self._fields.items()}
+
+    def _check_same_layout(self, saved: _Manifest) -> None:
+        own = {"num_envs": self.num_envs, "ring_length": self.ring_length, **self._row_description()}
+        found = {"num_envs": saved.num_envs, "ring_length": saved.ring_length, **saved.row}
+        for name in own | found:
+            if own.get(name) != found.get(name):
+                raise ReplayFileError(
+                    f"replay manifest: {name} is {found.get(name)}, expected {own.get(name)} as in this buffer"
+                )
