@@ -1,0 +1,145 @@
+"""Pictures and videos of frames.
+
+Letters: N sequences, T frames of a sequence, R rows and C columns of a picture, H×W pixels of a frame.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import imageio.v2 as imageio
+import numpy as np
+
+from checkpoints import write_atomic
+
+_GREY, _INK, _MARK = (40, 40, 40), (230, 230, 230), (255, 140, 0)  # RGB
+_CAPTION = 16  # pixels of a line of text
+_SEPARATOR = 2  # pixels between frames
+_VIEWABLE = 96  # pixels that a frame is enlarged to, at least
+_COLUMNS = 16  # frames of a sequence that a picture shows
+
+
+def save_png(path: str | Path, image: np.ndarray) -> None:
+    """image: (H, W, 3) uint8, RGB."""
+    _check_frames(image, 3, "save_png")
+    encoded, data = cv2.imencode(".png", image[..., ::-1])
+    if not encoded:
+        raise ValueError(f"save_png: an image of shape {image.shape} can't be written as png")
+    write_atomic(path, data.tobytes())
+
+
+def tile(
+    frames: np.ndarray,
+    scale: int | None = None,
+    row_labels: Sequence[str] | None = None,
+    column_labels: Sequence[str] | None = None,
+    mark_column: int | None = None,
+) -> np.ndarray:
+    """Frames (R, C, H, W, 3) uint8 -> one image (height, width, 3) uint8 with lines between them.
+
+    scale: whole-number enlargement, None = enough to see small frames. row_labels stand above their rows, column_labels
+    above the picture. mark_column: a coloured line stands before this column.
+    """
+    _check_frames(frames, 5, "tile")
+    rows, columns, height, width, _ = frames.shape
+    scale = scale or max(1, math.ceil(_VIEWABLE / height))
+    height, width = height * scale, width * scale
+    above = _CAPTION if row_labels is not None else 0
+    top = _CAPTION if column_labels is not None else 0
+    step_y, step_x = above + height + _SEPARATOR, width + _SEPARATOR
+    image = np.full((top + rows * step_y, columns * step_x, 3), _GREY, np.uint8)
+    for row in range(rows):
+        y = top + row * step_y + above
+        for column in range(columns):
+            frame = frames[row, column].repeat(scale, axis=0).repeat(scale, axis=1)
+            image[y : y + height, column * step_x : column * step_x + width] = frame
+        if row_labels is not None:
+            _write_text(image, row_labels[row], 2, y - 4)
+    for column, label in enumerate(column_labels or ()):
+        _write_text(image, label, column * step_x + 2, _CAPTION - 4)
+    if mark_column is not None:
+        x = mark_column * step_x
+        image[:, max(0, x - _SEPARATOR - 1) : x + 1] = _MARK
+    return image
+
+
+def reconstruction_picture(obs: np.ndarray, reconstruction: np.ndarray, scale: int | None = None) -> np.ndarray:
+    """Frames (N, T, H, W, 3) uint8 -> an image: each sequence, what the decoder made of it, and how they differ."""
+    labels = ("original", "reconstruction", "error")
+    return _compare(obs, reconstruction, labels, scale, context_length=None)
+
+
+def open_loop_picture(
+    true: np.ndarray, predicted: np.ndarray, context_length: int, scale: int | None = None
+) -> np.ndarray:
+    """Frames (N, T, H, W, 3) uint8 -> an image: what followed above what was predicted; a line ends the context."""
+    labels = ("what followed", "open-loop prediction", "error")
+    return _compare(true, predicted, labels, scale, context_length)
+
+
+def _compare(
+    true: np.ndarray, made: np.ndarray, labels: tuple[str, str, str], scale: int | None, context_length: int | None
+) -> np.ndarray:
+    _check_frames(true, 5, labels[0])
+    _check_frames(made, 5, labels[1])
+    if true.shape != made.shape:
+        raise ValueError(f"{labels[1]} has shape {made.shape}, expected {true.shape} like {labels[0]}")
+    times = np.unique(np.linspace(0, true.shape[1] - 1, min(_COLUMNS, true.shape[1])).round().astype(int))
+    true, made = true[:, times], made[:, times]
+    error = np.abs(true.astype(np.int16) - made).astype(np.uint8)
+    rows = np.stack([true, made, error], axis=1)  # (N, 3, T, H, W, 3)
+    mark = None if context_length is None else int(np.searchsorted(times, context_length))
+    return tile(
+        rows.reshape(-1, *rows.shape[2:]),
+        scale,
+        row_labels=labels * len(true),
+        column_labels=[f"t={time}" for time in times],
+        mark_column=mark,
+    )
+
+
+def _write_text(image: np.ndarray, text: str, x: int, y: int) -> None:
+    cv2.putText(image, text, (x, y), cv2.FONT_HERSHEY_SIMPLEX, 0.4, _INK, 1, cv2.LINE_AA)
+
+
+def _check_frames(frames: np.ndarray, dims: int, name: str, channels: tuple[int, ...] = (3,)) -> None:
+    if frames.dtype != np.uint8 or frames.ndim != dims or frames.shape[-1] not in channels or 0 in frames.shape:
+        allowed = " or ".join(map(str, channels))
+        raise ValueError(
+            f"{name}: frames are {frames.dtype} of shape {frames.shape}, "
+            f"expected uint8, {dims} dimensions, {allowed} channels last"
+        )
+
+
+def save_mp4(path: str | Path, frames: np.ndarray, fps: float = 15, scale: int | None = None) -> None:
+    """frames (T, H, W, C) uint8, C = 3 (RGB) or 1 (grey) -> H.264 that every player reads.
+
+    Odd sizes grow by a row or a column.
+
+    scale: whole-number enlargement, None = enough to see small frames.
+    """
+    _check_frames(frames, 4, "save_mp4", channels=(1, 3))
+    scale = scale or max(1, math.ceil(_VIEWABLE / frames.shape[1]))
+    path = Path(path)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.mp4")
+    try:
+        with imageio.get_writer(
+            temporary, fps=fps, codec="libx264", pixelformat="yuv420p", macro_block_size=1, ffmpeg_log_level="error"
+        ) as writer:
+            for frame in frames:
+                writer.append_data(_video_frame(frame, scale))
+        if not temporary.exists() or not temporary.stat().st_size:
+            raise OSError(f"ffmpeg wrote no {path.name}")
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _video_frame(frame: np.ndarray, scale: int) -> np.ndarray:
+    """(H, W, 1 or 3) -> (H', W', 3) with even sides, which yuv420p needs."""
+    frame = np.broadcast_to(frame, (*frame.shape[:2], 3)).repeat(scale, axis=0).repeat(scale, axis=1)
+    return np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
