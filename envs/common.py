@@ -1,0 +1,43 @@
+"""What the environment families share: the errors a user can meet, image resizing, and random state as plain values."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import cv2
+import numpy as np
+
+
+class UnknownEnvironment(ValueError):
+    """A name that no family can build."""
+
+    def __init__(self, name: str, problem: str, known: Iterable[str]):
+        nearest = nearest_names(name, known)
+        hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
+        super().__init__(f"Env_name {name!r}: {problem}{hint}")
+
+
+class EnvironmentOutputError(ValueError):
+    """An environment broke its own contract (dtype, shape, range, NaN). Restarting it would not help."""
+
+
+def nearest_names(name: str, known: Iterable[str], count: int = 4) -> list[str]:
+    """The `count` known names most like `name`, case ignored."""
+    by_folded = {candidate.lower(): candidate for candidate in known}
+    return [by_folded[match] for match in difflib.get_close_matches(name.lower(), by_folded, n=count, cutoff=0.5)]
+
+
+def resize_image(image: np.ndarray, size: int) -> np.ndarray:
+    """Average over each target pixel's area.   image (H, W, 3) uint8 -> (size, size, 3) uint8, always a new array."""
+    if image.shape[:2] == (size, size):
+        return image.copy()
+    return cv2.resize(image, (size, size), interpolation=cv2.INTER_AREA)
+
+
+def rng_state(generator: np.random.Generator) -> dict[str, Any]:
+    """State of a numpy generator as nested dicts of str and int."""
+    return generator.bit_generator.state
+
+
+def set_rng_state(generator: np.random.Generator, state: dict[str, Any]) -> None:
+    generator.bit_generator.state = state

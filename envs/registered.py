@@ -1,0 +1,115 @@
+"""Any environment that gymnasium knows by its id, seen as images.
+
+Image observations (uint8, H x W, H x W x 1, H x W x 3 or channels first) are resized; everything else is replaced by
+the `render()` frames. Box actions with finite bounds are scaled to -1..1, Discrete ones start at 0.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from envs.common import EnvironmentOutputError, UnknownEnvironment, resize_image
+
+
+class ImageObservation(gymnasium.ObservationWrapper):
+    """Observations as uint8 (S, S, 3), S = image_size; from `render()` where `from_render`."""
+
+    def __init__(self, env: gymnasium.Env, image_size: int, from_render: bool):
+        super().__init__(env)
+        self.image_size, self.from_render = image_size, from_render
+        self.observation_space = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+
+    def observation(self, observation: Any) -> np.ndarray:
+        if self.from_render:
+            return resize_image(_as_rgb(self.env.render(), "render()"), self.image_size)
+        expected = self.env.observation_space
+        if not isinstance(observation, np.ndarray) or observation.shape != expected.shape:
+            raise EnvironmentOutputError(f"observation is {_describe(observation)}, its space says {expected}")
+        return resize_image(_as_rgb(observation, "observation"), self.image_size)
+
+
+class UnitAction(gymnasium.ActionWrapper):
+    """Box(low, high) as Box(-1, 1), and Discrete(n, start=k) as Discrete(n)."""
+
+    def __init__(self, env: gymnasium.Env, name: str):
+        super().__init__(env)
+        space = env.action_space
+        if isinstance(space, gymnasium.spaces.Discrete):
+            self.action_space = gymnasium.spaces.Discrete(int(space.n))
+        elif _is_bounded_vector(space):
+            self.action_space = gymnasium.spaces.Box(-1.0, 1.0, space.shape, np.float32)
+        else:
+            raise ValueError(
+                f"{name}: its action space is {space}; expected Discrete, or a vector Box of floats with finite bounds"
+            )
+
+    def action(self, action: Any) -> Any:
+        space = self.env.action_space
+        if isinstance(space, gymnasium.spaces.Discrete):
+            return int(action) + int(space.start)
+        unit = (np.asarray(action, np.float64) + 1.0) / 2.0            # 0..1
+        return (space.low + unit * (space.high - space.low)).astype(space.dtype)
+
+
+def build_registered(name: str, image_size: int) -> gymnasium.Env:
+    """`name` is a gymnasium id; `module:id` imports the module first."""
+    spec = find_registration(name)
+    env = gymnasium.make(spec, disable_env_checker=True)
+    from_render = not _is_image(env.observation_space)
+    if from_render:
+        modes = env.metadata.get("render_modes") or []
+        if "rgb_array" not in modes:
+            raise ValueError(
+                f"{name}: its observations are {env.observation_space}, not uint8 images, and it cannot render "
+                f"'rgb_array' frames in their place (its render_modes: {list(modes)})"
+            )
+        env.close()
+        env = gymnasium.make(spec, render_mode="rgb_array", disable_env_checker=True)
+    return ImageObservation(UnitAction(env, name), image_size, from_render)
+
+
+def find_registration(name: str) -> gymnasium.envs.registration.EnvSpec:
+    """gymnasium's record of `name`; UnknownEnvironment where there is none."""
+    try:
+        return gymnasium.spec(name)
+    except ModuleNotFoundError as error:
+        raise UnknownEnvironment(name, f"cannot import the module before the colon ({error})", []) from error
+    except gymnasium.error.Error as error:
+        known = ["ALE/Pong-v5", "Toy/Catch-v0", "Toy/Recall-v0", "Toy/Reach-v0", *gymnasium.registry]
+        raise UnknownEnvironment(name, "not an environment that this machine knows", known) from error
+
+
+def _is_image(space: gymnasium.Space) -> bool:
+    if not isinstance(space, gymnasium.spaces.Box) or space.dtype != np.uint8:
+        return False
+    shape = space.shape
+    return len(shape) == 2 or (len(shape) == 3 and (shape[2] in (1, 3) or shape[0] in (1, 3)))
+
+
+def _is_bounded_vector(space: gymnasium.Space) -> bool:
+    return (
+        isinstance(space, gymnasium.spaces.Box)
+        and len(space.shape) == 1
+        and np.issubdtype(space.dtype, np.floating)
+        and bool(np.isfinite(space.low).all() and np.isfinite(space.high).all())
+    )
+
+
+def _as_rgb(image: Any, origin: str) -> np.ndarray:
+    """uint8 (H, W), (H, W, 1), (H, W, 3), (1, H, W) or (3, H, W) -> (H, W, 3)."""
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (2, 3):
+        raise EnvironmentOutputError(f"{origin} is {_describe(image)}, expected a uint8 image")
+    if image.ndim == 2:
+        image = image[:, :, None]
+    if image.shape[2] not in (1, 3):
+        image = image.transpose(1, 2, 0)
+    if image.shape[2] not in (1, 3) or 0 in image.shape:
+        raise EnvironmentOutputError(f"{origin} is {_describe(image)}, expected one or three channels")
+    return np.ascontiguousarray(np.broadcast_to(image, (*image.shape[:2], 3)))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {value.shape}"
+    return f"{type(value).__name__} {value!r:.60}"
