@@ -1,1 +1,1 @@
-"""State-space sequence models: Mamba, Mamba-2 and what is built from them, with the interface users of the name expect."""
+"""State-space sequence models: Mamba, Mamba-2 and what is built from them."""

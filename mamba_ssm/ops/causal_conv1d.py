@@ -18,8 +18,8 @@ Tensor = torch.Tensor
 
 ACTIVATIONS = (None, "silu", "swish")
 
-register_operator("causal_conv1d", cuda=("cuda",))
-register_operator("causal_conv1d_update", cuda=("cuda",))
+register_operator("causal_conv1d")
+register_operator("causal_conv1d_update")
 
 
 def causal_conv1d_fn(
@@ -68,8 +68,9 @@ def causal_conv1d_update(
     check_shape(name, "weight", weight, "(D, W)", (x.shape[1], None))
     check_shape(name, "bias", bias, "(D)", (x.shape[1],))
     check_shape(name, "conv_state", conv_state, "(B, D, S)", (*x.shape[:2], None))
-    if conv_state.shape[2] < weight.shape[1] - 1:
-        raise ValueError(f"{name}: conv_state has shape {tuple(conv_state.shape)}, expected S >= W-1 = {weight.shape[1] - 1}")
+    least = weight.shape[1] - 1
+    if conv_state.shape[2] < least:
+        raise ValueError(f"{name}: conv_state has shape {tuple(conv_state.shape)}, expected S >= W-1 = {least}")
     check_choice(name, "activation", activation, ACTIVATIONS)
     return implementation(name, x.device)(x, conv_state, weight, bias, activation)
 
@@ -99,7 +100,7 @@ def _conv_reference(x, weight, bias, seq_idx, initial_states, return_final_state
         pieces = None if seq_idx is None else F.pad(sequence_pieces(seq_idx), (width - 1, 0))
         out = None if bias is None else bias.to(dtype)[:, None]
         for k, tap in enumerate(weight.to(dtype).unbind(1)):
-            rows = padded[:, :, k : k + seqlen]                                           # (B, D, L), W-1-k rows earlier
+            rows = padded[:, :, k : k + seqlen]                                           # (B, D, L)
             if pieces is not None and k < width - 1:
                 other = pieces[:, k : k + seqlen] != pieces[:, width - 1 :]
                 rows = rows.masked_fill(other.unsqueeze(1), 0.0)

@@ -13,11 +13,16 @@ def check_shape(operator: str, name: str, tensor: Tensor | None, letters: str, *
     `letters` says the expectation in letters, such as "(B, D, L)"."""
     if tensor is None:
         return
-    for shape in shapes:
-        if tensor.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)):
-            return
-    wanted = " or ".join("(" + ", ".join("any" if size is None else str(size) for size in shape) + ")" for shape in shapes)
+    if any(_fits(tensor.shape, shape) for shape in shapes):
+        return
+    wanted = " or ".join(
+        "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")" for shape in shapes
+    )
     raise ValueError(f"{operator}: {name} has shape {tuple(tensor.shape)}, expected {letters} = {wanted}")
+
+
+def _fits(have: Sequence[int], want: Sequence[int | None]) -> bool:
+    return len(have) == len(want) and all(w is None or h == w for h, w in zip(have, want, strict=True))
 
 
 def check_device(operator: str, device: torch.device, **tensors: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""What all reference tiers share: the accumulation dtype, sequence boundaries, switching autocast off.   B batch, L length."""
+"""What all reference tiers share: the accumulation dtype, sequence boundaries, autocast off.   B batch, L length."""
 
 from contextlib import AbstractContextManager
 

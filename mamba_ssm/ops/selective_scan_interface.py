@@ -143,11 +143,11 @@ def mamba_inner_fn(
     """Mamba between its input projection and its output: convolution, SiLU, projection to (delta, B, C), scan, gate,
     output projection, on the fastest tier there is.
 
-    xz (B, 2D, L); conv1d_weight (D, 1, W); conv1d_bias (D); x_proj_weight (R + variable parts of N, D), 2N for each with
-    complex A; delta_proj_weight (D, R); out_proj_weight (M, D); out_proj_bias (M); A, B, C, D, delta_bias, seq_idx as in
-    `selective_scan_fn`, B and C None where they come from the projection; B_proj_bias, C_proj_bias as wide as those
-    parts; *_rms_weight: weights of an RMSNorm over the parts. checkpoint_lvl 1 recomputes the convolution and delta in
-    backward, 0 keeps them: same results, a tier without recomputation ignores it.   -> (B, L, M)"""
+    xz (B, 2D, L); conv1d_weight (D, 1, W); conv1d_bias (D); x_proj_weight (R + variable parts of N, D), 2N for each
+    with complex A; delta_proj_weight (D, R); out_proj_weight (M, D); out_proj_bias (M); A, B, C, D, delta_bias, seq_idx
+    as in `selective_scan_fn`, B and C None where they come from the projection; B_proj_bias, C_proj_bias as wide as
+    those parts; *_rms_weight: weights of an RMSNorm over the parts. checkpoint_lvl 1 recomputes the convolution and
+    delta in backward, 0 keeps them: same results, a tier without recomputation ignores it.   -> (B, L, M)"""
     arguments = (
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D,
         delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl, b_rms_weight, c_rms_weight, dt_rms_weight,
@@ -250,7 +250,7 @@ def _check_selective_scan(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_
         if weight.dim() == 4 and (weight.shape[1] == 0 or channels % weight.shape[1]):
             raise ValueError(f"{name}: {argument} has {weight.shape[1]} groups, expected a divisor of D = {channels}")
         if weight.is_complex() != (A.is_complex() and weight.dim() == 2):
-            raise TypeError(f"{name}: {argument} has dtype {weight.dtype}, expected complex only if (D, N) beside complex A")
+            raise TypeError(f"{name}: {argument} has dtype {weight.dtype}, expected complex only if (D, N) and A complex")
     check_shape(name, "D", D, "(D)", (channels,))
     check_shape(name, "z", z, "(B, D, L) like u", u.shape)
     check_shape(name, "delta_bias", delta_bias, "(D)", (channels,))

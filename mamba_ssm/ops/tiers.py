@@ -1,11 +1,11 @@
 """Which implementation of an operator runs: the reference in plain PyTorch, C++ on a CPU, Triton or CUDA on a GPU.
 
-An operator names the tiers it can have on a device; its implementations register themselves (or say why they can't be
-had). `implementation(operator, device)` picks one. A slower tier than the device could run is logged once, never silent.
+An operator names the tiers it can have on a device; its implementations register themselves (or say why they can't
+be had). `implementation(operator, device)` picks one. A slower tier than the device could run is logged once.
 
     register_operator("selective_scan", cpu=("cpu",), cuda=("cuda",))
     register("selective_scan", "reference", selective_scan_ref)
-    register_unavailable("selective_scan", "cpu", "the C++ extension is not built: pip install -e . --no-build-isolation")
+    register_unavailable("selective_scan", "cpu", "not built: pip install -e . --no-build-isolation")
     with use_tier("reference"):
         implementation("selective_scan", u.device)(u, delta, ...)
 """

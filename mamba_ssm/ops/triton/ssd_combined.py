@@ -1,0 +1,371 @@
+"""State-space duality, the recurrence of Mamba-2, in chunked matmul form, and Mamba-2's inner block around it.
+
+    h_t = exp(Δ_t A_h) h_{t-1} + Δ_t x_t B_tᵀ,   y_t = h_t C_t + D x_t,   out = y · silu(z)
+
+with Δ = clamp(softplus(dt + dt_bias)). Four parts: C_i · B_j inside a chunk, the state each chunk adds, the scan over
+chunk states, the outputs. With `seq_idx` the state is zeroed before each row whose index differs from the row before.
+
+Letters: B batch, L length, H heads, P headdim, G groups, N state size, Q chunk size, K chunks, S packed sequences,
+W convolution width, M model width.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
+from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
+from mamba_ssm.ops.numerics import accumulate_dtype, sequence_pieces, sequence_starts, without_autocast
+from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.triton.layernorm_gated import rms_norm_ref, rmsnorm_fn
+from mamba_ssm.ops.triton.ssd_bmm import bmm_chunk
+from mamba_ssm.ops.triton.ssd_chunk_scan import chunk_scan
+from mamba_ssm.ops.triton.ssd_chunk_state import chunk_cumsum, chunk_state, chunk_state_varlen
+from mamba_ssm.ops.triton.ssd_state_passing import state_passing
+
+Tensor = torch.Tensor
+
+NO_LIMIT = (0.0, math.inf)
+
+register_operator("mamba_chunk_scan_combined")
+register_operator("mamba_split_conv1d_scan_combined")   # the parts have tiers of their own
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Mamba-2's scan on the fastest tier there is.
+
+    x, z (B, L, H, P); dt (B, L, H); A, dt_bias (H); B, C (B, L, G, N); D (H) or (H, P); initial_states (B, H, P, N),
+    zeros if None, belong to the first row's sequence; seq_idx (B, L) integers; cu_seqlens (S+1) integers, for B = 1:
+    the rows at which packed sequences start, and the end (seq_idx follows from it if None; its values are not checked,
+    for that would wait for the device). chunk_size is the most rows a chunk takes, and does not change the result.
+    -> out (B, L, H, P) in x's dtype; with return_final_states the state after the last row (B, H, P, N), with
+    return_varlen_states the states at the ends of the packed sequences (S, H, P, N), both in float32 (float64 if an
+    input is), in that order. Integers and dt_limit are not differentiated."""
+    arguments = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit)
+    _check_chunk_scan(*arguments[:12], return_varlen_states)
+    run = implementation("mamba_chunk_scan_combined", x.device)
+    return run(*arguments, return_final_states, return_varlen_states)
+
+
+def mamba_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`mamba_chunk_scan_combined` from its four parts in plain PyTorch: the reference tier."""
+    arguments = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens)
+    _check_chunk_scan(*arguments, return_varlen_states)
+    with without_autocast(x):
+        seq_idx = _packed_seq_idx(cu_seqlens, x.shape[1]) if seq_idx is None else seq_idx
+        wide = _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states)
+        y, final_states, varlen_states = _scan_chunks(
+            *wide, A, chunk_size, initial_states, seq_idx, cu_seqlens if return_varlen_states else None
+        )
+        out = _skip_and_gate(y, wide[0], D, z).to(x.dtype)
+    return _results(out, final_states, varlen_states, return_final_states, return_varlen_states)
+
+
+def ssd_chunk_scan_combined_ref(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """The judge of every other form: one row after the other; chunk_size plays no part in it."""
+    arguments = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens)
+    _check_chunk_scan(*arguments, return_varlen_states)
+    with without_autocast(x):
+        seq_idx = _packed_seq_idx(cu_seqlens, x.shape[1]) if seq_idx is None else seq_idx
+        rows, dt, B, C = _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states)
+        repeats = x.shape[2] // B.shape[2]
+        decay = torch.exp(dt * A.to(dt.dtype))                                            # (B, L, H)
+        if seq_idx is not None:
+            decay = decay.masked_fill(sequence_starts(seq_idx).unsqueeze(-1), 0.0)
+        drive = (dt.unsqueeze(-1) * rows).unsqueeze(-1) * B.repeat_interleave(repeats, dim=2).unsqueeze(3)
+        state = _initial(rows, B, initial_states)                                         # (B, H, P, N)
+        states = [state]
+        for t in range(x.shape[1]):
+            states.append(decay[:, t, :, None, None] * states[-1] + drive[:, t])
+        all_states = torch.stack(states, dim=1)                                           # (B, 1+L, H, P, N)
+        y = (all_states[:, 1:] * C.repeat_interleave(repeats, dim=2).unsqueeze(3)).sum(dim=-1)
+        out = _skip_and_gate(y, rows, D, z).to(x.dtype)
+        varlen_states = None
+        if return_varlen_states:
+            empty = cu_seqlens[1:] == cu_seqlens[:-1]
+            varlen_states = all_states[0, cu_seqlens[1:].long()].masked_fill(empty[:, None, None, None], 0.0)
+    return _results(out, states[-1], varlen_states, return_final_states, return_varlen_states)
+
+
+def ssd_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+) -> Tensor:
+    """`ssd_chunk_scan_combined_ref` under the name and with the arguments that some callers know: (B, L, H, P)."""
+    return ssd_chunk_scan_combined_ref(
+        x, dt, A, B, C, 1, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
+    )
+
+
+def _scan_chunks(x, dt, B, C, A, chunk_size, initial_states, seq_idx, cu_seqlens):
+    """y (B, L, H, P), final states (B, H, P, N), and with cu_seqlens states (S, H, P, N), else None."""
+    length = x.shape[1]
+    if length == 0:
+        final = _initial(x, B, initial_states)
+        return x, final, None if cu_seqlens is None else final.expand(cu_seqlens.shape[0] - 1, *final.shape[1:]) * 0.0
+    chunks = -(-length // chunk_size)
+    size = -(-length // chunks)                              # even chunks: at most K-1 rows of padding
+    pieces = None
+    if seq_idx is not None:
+        pieces = sequence_pieces(seq_idx)
+        padding = pieces[:, -1:].expand(-1, chunks * size - length)
+        pieces = torch.cat([pieces, padding], dim=1).unflatten(1, (chunks, size))         # (B, K, Q)
+    x, dt, B, C = (_into_chunks(rows, chunks, size) for rows in (x, dt, B, C))            # padding has Δ = 0
+    dA_cumsum = chunk_cumsum(dt, A)                                                       # (B, K, H, Q) float64
+    states = chunk_state(B, x, dt, dA_cumsum, pieces)
+    entering, final = state_passing(states, dA_cumsum[..., -1], initial_states, pieces)
+    y = chunk_scan(bmm_chunk(C, B), x, dt, dA_cumsum, C, entering, pieces)
+    varlen = None if cu_seqlens is None else chunk_state_varlen(B, x, dt, dA_cumsum, pieces, cu_seqlens, entering)
+    return y.flatten(1, 2)[:, :length], final, varlen
+
+
+def _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states):
+    """x, Δ, B, C in the dtype that sums are kept in."""
+    dtype = accumulate_dtype(x, dt, B, C, dt_bias, A, initial_states)
+    dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+    dt = F.softplus(dt) if dt_softplus else dt
+    return x.to(dtype), dt.clamp(*dt_limit), B.to(dtype), C.to(dtype)
+
+
+def _into_chunks(rows: Tensor, chunks: int, size: int) -> Tensor:
+    """(B, L, ...) -> (B, K, Q, ...), zeros behind the last row."""
+    padding = [0, 0] * (rows.dim() - 2) + [0, chunks * size - rows.shape[1]]
+    return F.pad(rows, padding).unflatten(1, (chunks, size))
+
+
+def _initial(x: Tensor, B: Tensor, initial_states: Tensor | None) -> Tensor:
+    if initial_states is not None:
+        return initial_states.to(x.dtype)
+    return x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])
+
+
+def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    if D is not None:
+        y = y + x * (D if D.dim() == 2 else D.unsqueeze(-1)).to(x.dtype)
+    return y if z is None else y * F.silu(z.to(x.dtype))
+
+
+def _packed_seq_idx(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    rows = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).unsqueeze(0)  # (1, L)
+
+
+def _results(out, final_states, varlen_states, return_final_states, return_varlen_states):
+    extra = [final_states] if return_final_states else []
+    extra += [varlen_states] if return_varlen_states else []
+    return (out, *extra) if extra else out
+
+
+register("mamba_chunk_scan_combined", "reference", mamba_chunk_scan)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-2 between its input projection and its output: split, convolution, scan, gate or gated norm, projection.
+
+    zxbcdt (B, L, 2E + 2HP + 2GN + H): E gate and E value channels that bypass the scan (usually none), z, x, B, C, dt;
+    conv1d_weight (HP + 2GN, W); conv1d_bias (HP + 2GN); dt_bias, A (H); D (H, P), or (H) with headdim given;
+    initial_states, seq_idx, chunk_size, dt_limit as in `mamba_chunk_scan_combined`; rmsnorm_weight (HP), None gates
+    without a norm; outproj_weight (M, E + HP), None leaves the projection out; outproj_bias (M).
+    -> (B, L, M), or (B, L, E + HP) without projection, and with return_final_states the final state (B, H, P, N)."""
+    run = implementation("mamba_split_conv1d_scan_combined", zxbcdt.device)
+    return run(
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, dt_limit,
+        return_final_states, activation, rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups,
+        norm_before_gate,
+    )  # fmt: skip
+
+
+def mamba_split_conv1d_scan_ref(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The judge: `mamba_split_conv1d_scan_combined` from the judges of its parts."""
+    parts = (causal_conv1d_ref, ssd_chunk_scan_combined_ref, rms_norm_ref)
+    return _split_conv1d_scan(
+        parts, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, dt_limit,
+        return_final_states, activation, rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups,
+        norm_before_gate,
+    )  # fmt: skip
+
+
+def _split_conv1d_scan(
+    parts, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, dt_limit,
+    return_final_states, activation, rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups,
+    norm_before_gate,
+):  # fmt: skip
+    conv, scan, norm = parts
+    heads, headdim, state, bypass = _split_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    dim, conv_dim = heads * headdim, conv1d_weight.shape[0]
+    gate, value, z, xBC, dt = zxbcdt.split([bypass, bypass, dim, conv_dim, heads], dim=-1)
+    xBC = conv(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation).transpose(1, 2)
+    x, B, C = xBC.split([dim, ngroups * state, ngroups * state], dim=-1)
+    out, final_states = scan(
+        x.unflatten(-1, (heads, headdim)), dt, A, B.unflatten(-1, (ngroups, state)), C.unflatten(-1, (ngroups, state)),
+        chunk_size, D=D, z=z.unflatten(-1, (heads, headdim)) if rmsnorm_weight is None else None, dt_bias=dt_bias,
+        initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit, return_final_states=True,
+    )  # fmt: skip
+    out = out.flatten(2)
+    if rmsnorm_weight is not None:
+        out = norm(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
+    if bypass:
+        out = torch.cat([F.silu(gate) * value, out], dim=-1)
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight, outproj_bias)
+    return (out, final_states) if return_final_states else out
+
+
+def _split_conv1d_scan_reference(*arguments):
+    return _split_conv1d_scan((causal_conv1d_fn, mamba_chunk_scan_combined, rmsnorm_fn), *arguments)
+
+
+register("mamba_split_conv1d_scan_combined", "reference", _split_conv1d_scan_reference)
+
+
+def _split_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups) -> tuple[int, int, int, int]:
+    """H, P, N and E, read from the shapes."""
+    name = "mamba_split_conv1d_scan_combined"
+    check_shape(name, "zxbcdt", zxbcdt, "(B, L, 2E + 2HP + 2GN + H)", (None, None, None))
+    check_shape(name, "conv1d_weight", conv1d_weight, "(HP + 2GN, W)", (None, None))
+    if D.dim() == 1 and headdim is None:
+        raise ValueError(f"{name}: headdim is None, expected P because D has shape {tuple(D.shape)}, not (H, P)")
+    heads, headdim = D.shape[0], D.shape[1] if D.dim() == 2 else headdim
+    state, remainder = divmod(conv1d_weight.shape[0] - heads * headdim, 2 * ngroups)
+    bypass, odd = divmod(zxbcdt.shape[-1] - heads * headdim - conv1d_weight.shape[0] - heads, 2)
+    if remainder or odd or state <= 0 or bypass < 0:
+        raise ValueError(
+            f"{name}: zxbcdt has shape {tuple(zxbcdt.shape)} and conv1d_weight {tuple(conv1d_weight.shape)}, expected "
+            f"a last axis 2E + 2HP + 2GN + H and a first axis HP + 2GN with H = {heads}, P = {headdim}, G = {ngroups}"
+        )
+    return heads, headdim, state, bypass
+
+
+def _check_chunk_scan(
+    x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, return_varlen_states
+) -> None:
+    name = "mamba_chunk_scan_combined"
+    check_floating(name, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
+    check_integer(name, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
+    check_device(
+        name, x.device, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states,
+        seq_idx=seq_idx, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    check_shape(name, "x", x, "(B, L, H, P)", (None, None, None, None))
+    batch, length, heads, headdim = x.shape
+    check_shape(name, "dt", dt, "(B, L, H)", (batch, length, heads))
+    check_shape(name, "A", A, "(H)", (heads,))
+    check_shape(name, "B", B, "(B, L, G, N)", (batch, length, None, None))
+    groups, state = B.shape[2:]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{name}: B has {groups} groups, expected a divisor of H = {heads}")
+    check_shape(name, "C", C, "(B, L, G, N) like B", B.shape)
+    check_shape(name, "D", D, "(H) or (H, P)", (heads,), (heads, headdim))
+    check_shape(name, "z", z, "(B, L, H, P) like x", x.shape)
+    check_shape(name, "dt_bias", dt_bias, "(H)", (heads,))
+    check_shape(name, "initial_states", initial_states, "(B, H, P, N)", (batch, heads, headdim, state))
+    check_shape(name, "seq_idx", seq_idx, "(B, L)", (batch, length))
+    check_shape(name, "cu_seqlens", cu_seqlens, "(S+1)", (None,))
+    if chunk_size < 1:
+        raise ValueError(f"{name}: chunk_size is {chunk_size}, expected at least 1")
+    if cu_seqlens is not None and batch != 1:
+        raise ValueError(f"{name}: cu_seqlens packs sequences into one batch row, but x has shape {tuple(x.shape)}")
+    if return_varlen_states and cu_seqlens is None:
+        raise ValueError(f"{name}: return_varlen_states is true but cu_seqlens is None, expected the sequences' starts")
