@@ -76,7 +76,7 @@ def draw_without_replacement(logits: Tensor, valid: Tensor, count: int) -> Tenso
     """
     uniform = torch.rand(logits.shape, dtype=torch.float64, device=logits.device)
     gumbel = -torch.log(-torch.log1p(-uniform))              # +inf, never -inf, in the one extreme case uniform = 0
-    return torch.where(valid, logits + gumbel, -torch.inf).topk(count).indices
+    return (logits + gumbel).masked_fill_(~valid, -torch.inf).topk(count).indices
 
 
 def draw_with_replacement(logits: Tensor, valid: Tensor, count: int) -> Tensor:
@@ -87,7 +87,7 @@ def draw_with_replacement(logits: Tensor, valid: Tensor, count: int) -> Tensor:
     logits (N,), valid (N,) bool -> (count,).
     """
     bits = min(WEIGHT_BITS, 62 - math.ceil(math.log2(logits.numel() + 1)))    # the sum of all weights fits int64
-    logits = torch.where(valid, logits, -torch.inf)
+    logits = logits.masked_fill(~valid, -torch.inf)
     weights = torch.exp(logits - logits.max()).mul_(2.0**bits).long()         # (N,) floor; the largest is 2^bits
     cumulative = weights.cumsum(0)
     total = cumulative[-1:]
@@ -400,6 +400,18 @@ class ReplayBuffer:
         starts = draw_with_replacement(logits, self._valid_starts(self.context_length), self.imagine_batch_size)
         b.index_add_(0, starts, self._ones[: self.imagine_batch_size])        # adds up where a start repeats
         return self._gather(starts, self.context_length)
+
+    def recent_sequences(self, count: int, length: int) -> Batch:
+        """The newest `count` runs of `length` rows of the first environment, oldest first.
+
+        For pictures: draws nothing at random and counts nothing. Runs overlap where there are too few rows.
+        """
+        self._require_starts("recent_sequences", length, 1)
+        held = min(self._written, self.ring_length)
+        stride = min(length, (held - length) // max(count - 1, 1))
+        first = self._written - length - stride * (count - 1)
+        starts = torch.arange(first, first + stride * count, stride) if stride else torch.full((count,), first)
+        return self._gather((starts % self.ring_length).to(self.device), length)
 
     def save(self, folder: str | os.PathLike) -> dict[str, Any]:
         """Write what `folder` lacks of the rows held, and all counters; return the manifest for `load` (plain data).
