@@ -395,17 +395,17 @@ def _sequence_model_faults(config: Config) -> Iterator[str]:
 def _replay_faults(config: Config) -> Iterator[str]:
     train = config.JointTrainAgent
     capacity = train.BufferMaxLength // train.NumEnvs * train.NumEnvs
-    for warm_up, batch, length in (
-        ("WorldModelWarmUp", "BatchSize", "BatchLength"),
-        ("BehaviourWarmUp", "ImagineBatchSize", "ImagineContextLength"),
+    for warm_up, sequences, length in (
+        ("WorldModelWarmUp", train.BatchSize, "BatchLength"),              # drawn without replacement
+        ("BehaviourWarmUp", 1, "ImagineContextLength"),                    # drawn with replacement
     ):
-        rows, wanted, rows_each = getattr(train, warm_up), getattr(train, batch), getattr(train, length)
+        rows, rows_each = getattr(train, warm_up), getattr(train, length)
         starts = (rows // train.NumEnvs - rows_each + 1) * train.NumEnvs   # rows that can open a sequence
-        if starts < wanted:
+        if starts < sequences:
+            enough = (-(-sequences // train.NumEnvs) + rows_each - 1) * train.NumEnvs
             yield (
-                f"JointTrainAgent.{warm_up} = {rows}: too few rows for {batch} = {wanted} different sequences of "
-                f"{length} = {rows_each} rows from NumEnvs = {train.NumEnvs} environments; "
-                f"{(-(-wanted // train.NumEnvs) + rows_each - 1) * train.NumEnvs} are enough"
+                f"JointTrainAgent.{warm_up} = {rows}: too few rows for {sequences} different sequences of "
+                f"{length} = {rows_each} rows, from NumEnvs = {train.NumEnvs} environment(s); {enough} are enough"
             )
         if rows > capacity:
             yield (
@@ -438,13 +438,13 @@ def _run_faults(config: Config) -> Iterator[str]:
             f"Evaluate.NumEnvs = {evaluate.NumEnvs} too"
         )
     on_cuda = basic.Device.startswith("cuda")
-    if (basic.Kernels == "cuda" and basic.Device == "cpu") or (basic.Kernels == "cpu" and on_cuda):
+    if (basic.Kernels in ("cuda", "triton") and basic.Device == "cpu") or (basic.Kernels == "cpu" and on_cuda):
         yield f"BasicSettings.Kernels = {basic.Kernels}: does not run on BasicSettings.Device = {basic.Device}"
 
 
 def is_continuous(env_name: str) -> bool:
-    """Whether the name alone says that actions are continuous (DeepMind Control); other environments tell once made."""
-    return re.match(r"(dmc/|dm_control/|dm_)", env_name) is not None
+    """Whether the name alone says that actions are continuous; other environments tell once they are made."""
+    return re.match(r"(dmc/|dm_control/|dm_|Toy/Reach-)", env_name) is not None
 
 
 # --------------------------------------------------------------------------------------------- what the schema contains

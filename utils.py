@@ -10,7 +10,8 @@ import os
 import random
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +82,17 @@ def _read_text(path: Path) -> str:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not UTF-8 text") from error
+
+
+@contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Faults found inside name the file."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith(str(path)):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -188,10 +200,8 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
 def config_from_file(path: str | Path) -> Config:
     """The checked configuration of a YAML file that holds every key, like config.yaml in a run's folder."""
-    try:
+    with _naming(path):
         return config_from_dict(_read_tree(Path(path)))
-    except ConfigError as error:
-        raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from None
 
 
 def override_config(config: Config, given: Mapping[str, Any]) -> Config:
@@ -208,10 +218,9 @@ def config_to_yaml(config: Config) -> str:
     opened: list[str] = []
     for dotted, value in values.items():
         *sections, name = dotted.split(".")
-        shared = next((i for i, pair in enumerate(zip(opened, sections, strict=False)) if pair[0] != pair[1]), None)
-        if shared is None:
-            shared = min(len(opened), len(sections))
-        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
+        for depth, section in enumerate(sections):
+            if opened[: depth + 1] != sections[: depth + 1]:
+                lines.append(f"{'  ' * depth}{section}:")
         opened = sections
         dumped = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf")).strip()[1:-1]
         lines.append(f"{'  ' * len(sections)}{name}: {dumped}  # {comments[dotted]}")
@@ -288,7 +297,7 @@ def _unknown_word(name: str) -> ConfigError:
     return ConfigError(f"{name}: {_section_hint(name)}") if is_section else _unknown(name)
 
 
-def load_config(argv: list[str] | None, program: str) -> CommandLine:
+def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
     """The checked configuration that a command line asks for.
 
     argv None: the process's own words. program: the script's name. With --resume the run's own configuration takes the
@@ -304,10 +313,8 @@ def load_config(argv: list[str] | None, program: str) -> CommandLine:
         base = dict(_flatten(config_to_dict(config_from_file(Path(words.resume) / RUN_CONFIG_NAME))))
     given: dict[str, Any] = {}
     for path in words.files:
-        try:
+        with _naming(path):
             given.update(_flatten(_read_tree(Path(path))))
-        except ConfigError as error:
-            raise error if str(error).startswith(path) else ConfigError(f"{path}: {error}") from None
     given.update(words.overrides)
     return CommandLine(_build({**base, **given}), words.resume, words.doctor, given)
 
@@ -352,8 +359,12 @@ def seed_everything(seed: int, deterministic: bool, device: torch.device) -> Non
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic                  # fixed shapes: the search pays off once
+    _seed_streams(seed)
+
+
+def _seed_streams(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)                                             # every CUDA device too
 
 
@@ -387,3 +398,14 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index, cuda_state in enumerate(state["cuda"][:devices]):
         torch.cuda.set_rng_state(cuda_state, index)
+
+
+@contextmanager
+def isolated_rng(seed: int) -> Iterator[None]:
+    """Inside, every random stream starts from `seed`; outside, they go on as if nothing had been drawn."""
+    state = get_rng_state()
+    _seed_streams(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -26,6 +26,7 @@ from utils import (
     default_values,
     get_rng_state,
     help_text,
+    isolated_rng,
     key_comments,
     load_config,
     override_config,
@@ -345,6 +346,19 @@ def test_random_states_survive_a_weights_only_file(tmp_path):
     draw()
     set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert (draw(), random.gauss(0, 1), np.random.randn()) == expected
+
+
+def test_isolated_streams_leave_the_outer_ones_alone():
+    seed_everything(3, False, torch.device("cpu"))
+    expected = draw()
+    seed_everything(3, False, torch.device("cpu"))
+    with isolated_rng(7):
+        inside = draw()
+    with pytest.raises(KeyError), isolated_rng(7):
+        assert draw() == inside
+        raise KeyError
+    assert inside != expected
+    assert draw() == expected
 
 
 def test_deterministic_refuses_operations_that_are_not():
