@@ -1,0 +1,450 @@
+"""The behaviour of Drama (arXiv 2410.08893, section 2.2): actor-critic (AC) and PPO, both learning from imagined
+rollouts.
+
+The two agents share networks, feature statistics, return scale and action distributions; they differ in `update` alone.
+
+Letters: B rollouts, H imagined steps, F feature width, A actions or action width, N bins of the value code.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sub_models.functions_losses import (
+    SymlogTwoHot,
+    categorical_entropy,
+    full_precision,
+    init_orthogonal,
+    lambda_return,
+    masked_mean,
+    masked_quantile,
+    sample_index,
+    uniform_mix_logits,
+)
+from sub_models.optimiser import Optimiser
+from sub_models.world_models import MLPHead, Rollout
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from utils import Config
+
+LAST_LAYER_GAIN = 0.001
+STATISTICS_DECAY = 0.99
+SLOW_CRITIC_DECAY = 0.98
+VARIANCE_FLOOR = 1e-3  # a class that was never seen must not blow up to an unbounded feature when it appears
+MIN_STD, MAX_STD = 0.1, 1.0
+
+
+class FeatureNorm(nn.Module):
+    """Features minus their running mean, over the root of their running variance.
+
+    The statistics are buffers (they belong to the checkpoint) and move in `update` only, never while acting.
+    """
+
+    def __init__(self, num_features: int, decay: float = STATISTICS_DECAY) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("variance", torch.ones(num_features))
+        self.register_buffer("updates", torch.zeros(()))
+
+    def forward(self, feature: Tensor) -> Tensor:
+        """(..., F) -> (..., F)."""
+        return (feature - self.mean) * torch.rsqrt(self.variance + VARIANCE_FLOOR)
+
+    @torch.no_grad()
+    def update(self, feature: Tensor, weight: Tensor) -> None:
+        """Mix in the statistics of a batch; the first batch is taken as it is.   feature (..., F), weight (...)."""
+        total = weight.sum()
+        share = weight.unsqueeze(-1) / total.clamp(min=1.0)
+        axes = tuple(range(feature.dim() - 1))
+        batch_mean = (feature * share).sum(axes)
+        batch_variance = ((feature - batch_mean).square() * share).sum(axes)
+        rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * (total > 0)
+        shift = batch_mean - self.mean
+        # variance of the mixture of the two populations, with shares 1 - rate and rate
+        self.variance.copy_((1 - rate) * (self.variance + rate * shift.square()) + rate * batch_variance)
+        self.mean.add_(rate * shift)
+        self.updates.add_(total > 0)
+
+
+class ReturnScale(nn.Module):
+    """S = P95 − P5 of the λ-returns, each percentile an exponential average whose first value is taken as it is."""
+
+    def __init__(self, decay: float = STATISTICS_DECAY, low: float = 0.05, high: float = 0.95) -> None:
+        super().__init__()
+        self.decay, self.quantiles = decay, (low, high)
+        self.register_buffer("percentiles", torch.zeros(2))
+        self.register_buffer("updates", torch.zeros(()))
+
+    @torch.no_grad()
+    def update(self, returns: Tensor, weight: Tensor) -> Tensor:
+        """returns, weight (B, H) -> divisor max(1, S), 0-d."""
+        fresh = torch.stack([masked_quantile(returns, weight, q) for q in self.quantiles])
+        counts = weight.sum() > 0
+        rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * counts
+        self.percentiles.lerp_(fresh, rate)
+        self.updates.add_(counts)
+        return (self.percentiles[1] - self.percentiles[0]).clamp(min=1.0)
+
+
+class CategoricalActions(nn.Module):
+    """Discrete actions: softmax policy with an optional uniform mix.   `num_outputs` logits per state."""
+
+    def __init__(self, num_actions: int, unimix_ratio: float) -> None:
+        super().__init__()
+        self.num_actions, self.unimix_ratio = num_actions, unimix_ratio
+        self.num_outputs = num_actions
+
+    def parameters_of(self, output: Tensor) -> Tensor:
+        """Network output (..., A) -> normalised log-probabilities (..., A), float32."""
+        return uniform_mix_logits(output, self.unimix_ratio)
+
+    def sample(self, log_probs: Tensor) -> Tensor:
+        """(..., A) -> action (...) int64."""
+        return sample_index(log_probs)
+
+    def mode(self, log_probs: Tensor) -> Tensor:
+        return log_probs.argmax(-1)
+
+    def log_prob(self, log_probs: Tensor, action: Tensor) -> Tensor:
+        """(..., A), action (...) -> (...) nats."""
+        return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, log_probs: Tensor) -> Tensor:
+        return categorical_entropy(log_probs)
+
+    def to_env(self, action: Tensor) -> Tensor:
+        """The environment takes the index itself."""
+        return action
+
+
+class TanhGaussianActions(nn.Module):
+    """Continuous actions in (−1, 1): tanh of a Gaussian with learned standard deviation between 0.1 and 1.
+
+    An "action" here is the Gaussian variable u before tanh: log-probabilities are then exactly those of the action that
+    was taken, however close tanh(u) is to its bounds. log π(tanh u) = log N(u) − Σ log(1 − tanh² u).
+    """
+
+    def __init__(self, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.num_outputs = 2 * action_dim
+
+    def parameters_of(self, output: Tensor) -> Tensor:
+        """Network output (..., 2A) -> mean and standard deviation (..., 2A), float32."""
+        mean, raw_std = full_precision(output).chunk(2, dim=-1)
+        return torch.cat((mean, MIN_STD + (MAX_STD - MIN_STD) * torch.sigmoid(raw_std)), dim=-1)
+
+    def sample(self, params: Tensor) -> Tensor:
+        """(..., 2A) -> u (..., A)."""
+        mean, std = params.chunk(2, dim=-1)
+        return mean + std * torch.randn_like(std)
+
+    def mode(self, params: Tensor) -> Tensor:
+        return params.chunk(2, dim=-1)[0]
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        """(..., 2A), u (..., A) -> (...) nats."""
+        mean, std = params.chunk(2, dim=-1)
+        gaussian = -0.5 * ((action - mean) / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
+        return (gaussian - self._log_slope(action)).sum(-1)
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """Gaussian entropy plus a one-sample, reparameterised estimate of tanh's share.   (..., 2A) -> (...)."""
+        mean, std = params.chunk(2, dim=-1)
+        gaussian = std.log() + 0.5 * math.log(2 * math.pi * math.e)
+        return (gaussian + self._log_slope(mean + std * torch.randn_like(std))).sum(-1)
+
+    def to_env(self, action: Tensor) -> Tensor:
+        return torch.tanh(action)
+
+    @staticmethod
+    def _log_slope(u: Tensor) -> Tensor:
+        """log(1 − tanh² u) without cancellation."""
+        return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
+
+
+class ActorCriticAgent(nn.Module):
+    """Actor and critics on normalised features; `update` is the actor-critic rule of the paper.
+
+    Args:
+        feature_dim: F.   actions: distribution family of the action space.
+        actor_units, critic_units, num_layers, act: sizes of the networks and their activation.
+        gamma, lam: of the λ-return.   entropy_coef: weight of the entropy bonus.
+        autocast_dtype: None for the parameters' own precision.
+    """
+
+    def __init__(
+        self,
+        feature_dim: int,
+        actions: CategoricalActions | TanhGaussianActions,
+        actor_units: int = 256,
+        critic_units: int = 512,
+        num_layers: int = 3,
+        act: str = "SiLU",
+        gamma: float = 0.985,
+        lam: float = 0.95,
+        entropy_coef: float = 3e-4,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.actions = actions
+        self.gamma, self.lam, self.entropy_coef = gamma, lam, entropy_coef
+        self.autocast_dtype = autocast_dtype
+        self.value_code = SymlogTwoHot()
+        self.feature_norm = FeatureNorm(feature_dim)
+        self.return_scale = ReturnScale()
+        self.actor = MLPHead(feature_dim, actor_units, actions.num_outputs, num_layers, act)
+        self.critic = MLPHead(feature_dim, critic_units, self.value_code.num_bins, num_layers, act)
+        for network in (self.actor, self.critic):
+            network.apply(init_orthogonal)
+            init_orthogonal(network.layers[-1], LAST_LAYER_GAIN)
+        self.slow_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.optimiser: Optimiser | None = None
+
+    def trained_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of actor and critic; the slow critic only follows."""
+        yield from self.actor.parameters()
+        yield from self.critic.parameters()
+
+    def autocast(self) -> AbstractContextManager:
+        device_type = self.feature_norm.mean.device.type
+        return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+    def policy(self, feature: Tensor) -> Tensor:
+        """Parameters of the action distribution.   (..., F) -> (..., A) or (..., 2A), float32."""
+        with self.autocast():
+            output = self.actor(self.feature_norm(feature))
+        return self.actions.parameters_of(output)
+
+    @torch.no_grad()
+    def sample(self, feature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """feature (B, F) -> environment action, action as the policy parameterises it, its log-probability (B,)."""
+        params = self.policy(feature)
+        action = self.actions.sample(params)
+        return self.actions.to_env(action), action, self.actions.log_prob(params, action)
+
+    @torch.no_grad()
+    def choose(self, feature: Tensor, greedy: bool) -> Tensor:
+        """Environment action: the distribution's mode if greedy, else a sample.   (B, F) -> (B,) or (B, A)."""
+        params = self.policy(feature)
+        return self.actions.to_env(self.actions.mode(params) if greedy else self.actions.sample(params))
+
+    def update(self, rollout: Rollout) -> dict[str, Tensor]:
+        """One optimiser step on a rollout; returns metrics as 0-d tensors on the device, without waiting for it.
+
+        Policy loss −log π(a) · sg(advantage / max(1, S)); critic: two-hot to sg(R) and to the return of the slow
+        critic.
+        """
+        value_logits = self._value_logits(self.critic, rollout.feature)  # (B, H+1, N)
+        target, slow_target = self._targets(rollout, self.value_code.decode(value_logits).detach())
+        scale = self.return_scale.update(target, rollout.weight)
+        advantage = self._advantage(value_logits, target, scale)
+
+        params = self.policy(rollout.feature[:, :-1])
+        log_prob = self.actions.log_prob(params, rollout.action)
+        policy_loss = masked_mean(-log_prob * advantage, rollout.weight)
+        entropy = masked_mean(self.actions.entropy(params), rollout.weight)
+        value_loss = self._value_loss(value_logits[:, :-1], target, slow_target, rollout.weight)
+        metrics = self.optimiser.update(policy_loss + value_loss - self.entropy_coef * entropy)
+        self._after_update(rollout)
+        return self._metrics(rollout, target, scale, policy_loss, value_loss, entropy, metrics)
+
+    # --- shared by both agents ---
+
+    def _value_logits(self, critic: MLPHead, feature: Tensor) -> Tensor:
+        with self.autocast():
+            return critic(self.feature_norm(feature))
+
+    @torch.no_grad()
+    def _targets(self, rollout: Rollout, value: Tensor) -> tuple[Tensor, Tensor]:
+        """λ-returns with the critic's values (B, H+1) and with the slow critic's.   -> (B, H) twice."""
+        slow_value = self.value_code.decode(self._value_logits(self.slow_critic, rollout.feature))
+        return tuple(
+            lambda_return(rollout.reward, rollout.termination, v, self.gamma, self.lam) for v in (value, slow_value)
+        )
+
+    @torch.no_grad()
+    def _advantage(self, value_logits: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        """(B, H+1, N), (B, H), () -> (B, H)."""
+        return (target - self.value_code.decode(value_logits)[:, :-1]) / scale
+
+    def _value_loss(self, logits: Tensor, target: Tensor, slow_target: Tensor, weight: Tensor) -> Tensor:
+        return masked_mean(self.value_code.loss(logits, target) + self.value_code.loss(logits, slow_target), weight)
+
+    @torch.no_grad()
+    def _after_update(self, rollout: Rollout) -> None:
+        """Let the slow critic follow, and move the feature statistics.
+
+        The statistics move after the policy step, so that the step sees the policy exactly as it acted in the rollout.
+        """
+        slow, fast = list(self.slow_critic.parameters()), list(self.critic.parameters())
+        torch._foreach_lerp_(slow, fast, 1.0 - SLOW_CRITIC_DECAY)
+        self.feature_norm.update(rollout.feature[:, :-1], rollout.weight)
+
+    def _metrics(
+        self,
+        rollout: Rollout,
+        target: Tensor,
+        scale: Tensor,
+        policy_loss: Tensor,
+        value_loss: Tensor,
+        entropy: Tensor,
+        optimiser_metrics: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        metrics = {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "return": masked_mean(target, rollout.weight),
+            "return_scale": scale,
+            "imagined_reward": masked_mean(rollout.reward, rollout.weight),
+            "alive": rollout.weight.mean(),
+            **optimiser_metrics,
+        }
+        return {f"agent/{name}": value.detach() for name, value in metrics.items()}
+
+
+class PPOAgent(ActorCriticAgent):
+    """Proximal policy optimisation (arXiv 1707.06347) on the same rollouts.
+
+    Args (besides those of `ActorCriticAgent`):
+        epsilon_clip: the ratio of new to old probability is clipped to 1 ± this.
+        num_epochs, minibatch: passes over the rollout's B·H steps, and steps per optimiser update.
+        critic_coef: weight of the value loss.
+        kl_threshold: nats; once a minibatch's approximate KL(old ‖ new) passes it, the remaining updates are left out.
+    """
+
+    def __init__(
+        self,
+        *args,
+        epsilon_clip: float,
+        num_epochs: int,
+        minibatch: int,
+        critic_coef: float,
+        kl_threshold: float,
+        **kwargs,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.epsilon_clip, self.num_epochs, self.minibatch = epsilon_clip, num_epochs, minibatch
+        self.critic_coef, self.kl_threshold = critic_coef, kl_threshold
+
+    def update(self, rollout: Rollout) -> dict[str, Tensor]:
+        """`num_epochs` passes of shuffled minibatches; value targets are made anew for each pass.
+
+        The early stop is a device-side flag: updates after it leave everything as it is, without a host sync.
+        """
+        going = torch.ones((), dtype=torch.bool, device=rollout.reward.device)
+        history: list[dict[str, Tensor]] = []
+        scale = None
+        for _ in range(self.num_epochs):
+            with torch.no_grad():
+                value_logits = self._value_logits(self.critic, rollout.feature)
+                target, slow_target = self._targets(rollout, self.value_code.decode(value_logits))
+                if scale is None:
+                    scale = self.return_scale.update(target, rollout.weight)
+                advantage = self._advantage(value_logits, target, scale)
+            steps = [
+                x.flatten(0, 1)
+                for x in (
+                    rollout.feature[:, :-1],
+                    rollout.action,
+                    rollout.log_prob,
+                    rollout.weight,
+                    advantage,
+                    target,
+                    slow_target,
+                )
+            ]  # (B·H, ...) each
+            order = torch.rand(steps[2].shape, device=going.device).argsort()
+            for index in order.split(self.minibatch):
+                going, metrics = self._update_minibatch([x[index] for x in steps], going)
+                history.append(metrics)
+        self._after_update(rollout)
+        mean = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
+        return self._metrics(
+            rollout, target, scale, mean.pop("policy_loss"), mean.pop("value_loss"), mean.pop("entropy"), mean
+        )
+
+    def _update_minibatch(self, steps: list[Tensor], going: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """One clipped update, unless training was stopped; returns the flag that says whether to go on, and metrics."""
+        feature, action, old_log_prob, weight, advantage, target, slow_target = steps
+        params = self.policy(feature)
+        log_ratio = self.actions.log_prob(params, action) - old_log_prob
+        ratio = log_ratio.exp()
+        clipped_ratio = ratio.clamp(1 - self.epsilon_clip, 1 + self.epsilon_clip)
+        policy_loss = masked_mean(-torch.minimum(ratio * advantage, clipped_ratio * advantage), weight)
+        value_loss = self._value_loss(self._value_logits(self.critic, feature), target, slow_target, weight)
+        entropy = masked_mean(self.actions.entropy(params), weight)
+        with torch.no_grad():
+            approximate_kl = masked_mean(ratio - 1 - log_ratio, weight)  # ≥ 0, unbiased (Schulman's third estimator)
+            clip_fraction = masked_mean(((ratio - 1).abs() > self.epsilon_clip).float(), weight)
+            going = going & (approximate_kl <= self.kl_threshold)
+        loss = policy_loss + self.critic_coef * value_loss - self.entropy_coef * entropy
+        metrics = self.optimiser.update(loss, enabled=going)
+        metrics |= {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approximate_kl": approximate_kl,
+            "clip_fraction": clip_fraction,
+            "stopped_early": (~going).float(),
+        }
+        return going, metrics
+
+
+def build_agent(
+    config: "Config", feature_dim: int, action_space: "gymnasium.Space", device: torch.device
+) -> ActorCriticAgent:
+    """The agent that `Models.Agent` describes, on a device, with its optimiser.
+
+    action_space: gymnasium `Discrete`, or `Box` of shape (A,).
+    """
+    section = getattr(config.Models.Agent, config.Models.Agent.Policy)
+    if hasattr(action_space, "n"):
+        actions = CategoricalActions(int(action_space.n), config.Models.Agent.Unimix_ratio)
+    else:
+        actions = TanhGaussianActions(action_space.shape[0])
+    use_amp = config.BasicSettings.Use_amp and device.type == "cuda"
+    shared = {
+        "actor_units": section.Actor.HiddenUnits,
+        "critic_units": section.Critic.HiddenUnits,
+        "num_layers": section.NumLayers,
+        "act": section.Act,
+        "gamma": section.Gamma,
+        "lam": section.Lambda,
+        "entropy_coef": section.EntropyCoef,
+        "autocast_dtype": torch.bfloat16 if use_amp else None,
+    }
+    if config.Models.Agent.Policy == "PPO":
+        agent = PPOAgent(
+            feature_dim,
+            actions,
+            epsilon_clip=section.EpsilonClip,
+            num_epochs=section.K_epochs,
+            minibatch=section.Minibatch,
+            critic_coef=section.CriticCoef,
+            kl_threshold=section.KL_threshold,
+            **shared,
+        )
+    else:
+        agent = ActorCriticAgent(feature_dim, actions, **shared)
+    agent.to(device)
+    optimiser_section = getattr(section, section.Optimiser)
+    agent.optimiser = Optimiser(
+        agent.trained_parameters(),
+        section.Optimiser,
+        optimiser_section.LearningRate,
+        optimiser_section.Epsilon,
+        section.Max_grad_norm,
+        section.Warmup_steps,
+    )
+    return agent

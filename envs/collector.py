@@ -1,0 +1,81 @@
+"""Real experience: an actor plays a vector of environments and hands out one row a step for each of them."""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from envs.parallel import VectorEnv
+
+
+class Row(NamedTuple):
+    """Row t of E environments, as the replay stores it."""
+
+    obs: np.ndarray  # (E, H, W, C) uint8
+    action: np.ndarray  # (E,) int64 or (E, A) float32
+    reward: np.ndarray  # (E,) float32: what action t earned
+    termination: np.ndarray  # (E,) bool: action t ended the life or the episode; never set by a time limit
+    is_first: np.ndarray  # (E,) bool: obs opens an episode
+
+
+class FinishedEpisode(NamedTuple):
+    """Score and length (agent steps, all lives) of an episode that ended."""
+
+    episode_return: float
+    episode_length: int
+
+
+class StreamingActor(Protocol):
+    """What the collector asks of an actor (`sub_models.acting.Actor`)."""
+
+    def act(self, obs: np.ndarray, state: Any, is_first: np.ndarray, explore: bool) -> tuple[np.ndarray, Any]: ...
+
+    def init_state(self, obs: np.ndarray) -> Any: ...
+
+
+class Collector:
+    """Plays `env` with `actor`. A step is split into `send` and `receive`, so that training can run in between.
+
+    `finished` lists the episodes that ended in the last step, one entry an environment.
+    """
+
+    def __init__(self, env: VectorEnv, actor: StreamingActor) -> None:
+        self.env, self.actor = env, actor
+        self.finished: list[FinishedEpisode] = []
+        self._obs = env.reset()  # (E, H, W, C)
+        self._is_first = np.ones(env.num_envs, dtype=bool)
+        self._state = actor.init_state(self._obs)
+        self._action: np.ndarray | None = None
+
+    def send(self, explore: bool) -> None:
+        """Choose an action for the newest observations (at random if `explore`) and set the environments going."""
+        self._action, self._state = self.actor.act(self._obs, self._state, self._is_first, explore)
+        self.env.step_async(self._action)
+
+    def receive(self) -> Row:
+        """Wait for the environments; the row of the step that `send` began."""
+        result = self.env.step_wait()
+        row = Row(self._obs, self._action, result.reward, result.terminated | result.life_loss, self._is_first)
+        ended = result.terminated | result.truncated
+        self.finished = [
+            FinishedEpisode(float(result.episode_return[i]), int(result.episode_length[i]))
+            for i in np.flatnonzero(ended)
+        ]
+        self._obs, self._is_first = result.obs, result.is_first
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on. 'env' is None where the environments cannot give their state."""
+        try:
+            env_state = self.env.get_state()
+        except NotImplementedError:
+            env_state = None
+        return {"obs": self._obs, "is_first": self._is_first, "actor": self._state.tensors(), "env": env_state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue where `state` was taken. Without an environment state a new episode begins instead: then False."""
+        if state["env"] is None:
+            return False
+        self.env.set_state(state["env"])
+        self._obs, self._is_first = np.array(state["obs"]), np.array(state["is_first"])
+        self._state.load(state["actor"])
+        return True

@@ -1,0 +1,223 @@
+"""Evaluate a trained agent in the real environment.
+
+    python eval.py --BasicSettings.SavePath runs/<run> --Evaluate.EpisodeNum 100
+
+The configuration is the one that the checkpoint was trained with; keys on the command line are laid over it. In Python:
+
+    from eval import load
+    world_model, agent = load("runs/<run>")
+    action, state = agent.act(obs)                  # an episode's first observation (height, width, 3) uint8
+    action, state = agent.act(obs, state)           # every further one
+"""
+
+import json
+import logging
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from agents import ActorCriticAgent, build_agent
+from checkpoints import CheckpointError, SavedModel, write_atomic
+from env_wrapper import make_vec_env
+from envs.common import EnvironmentOutputError, UnknownEnvironment
+from envs.my_atari import human_normalised_score
+from envs.parallel import WorkerFailed
+from envs.spaces import action_space_of
+from mamba_ssm.ops.tiers import use_tier
+from sub_models.acting import Actor
+from sub_models.world_models import WorldModel, build_world_model
+from tools import EVALUATION_RETURN, bootstrap_interval, episode_table, load_state, read_model, save_mp4
+from utils import Config, ConfigError, config_from_dict, isolated_rng, load_config, override_config, resolve_device
+
+logger = logging.getLogger("drama.eval")
+
+VIDEO_FPS = {"ALE": 15}  # agent steps a second of the real environment: 60 raw frames at frame skip 4
+DEFAULT_FPS = 10
+CONFIDENCE = 0.95
+
+
+class Episode(NamedTuple):
+    """One evaluated episode."""
+
+    environment: int  # index in the vector of environments
+    score: float  # sum of raw rewards, all lives
+    length: int  # agent steps
+    human_normalised: float | None  # (score − random) / (human − random); None where there is no reference
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Episodes in the order in which they ended, and the frames of one of them."""
+
+    episodes: list[Episode]
+    frames: np.ndarray  # (T, H, W, C) uint8, the first episode of the first environment
+
+    def scores(self) -> np.ndarray:
+        return np.array([episode.score for episode in self.episodes])
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars for the log of a training run."""
+        scores = self.scores()
+        return {EVALUATION_RETURN: float(scores.mean()), "evaluation/return_median": float(np.median(scores))}
+
+    def summary(self) -> dict[str, float | int | list[float] | None]:
+        """Mean, median and bootstrap interval of the mean, of raw and of human-normalised scores."""
+        scores = self.scores()
+        normalised = [episode.human_normalised for episode in self.episodes]
+        known = None not in normalised
+        return {
+            "episodes": len(scores),
+            "mean": float(scores.mean()),
+            "median": float(np.median(scores)),
+            "std": float(scores.std()),
+            "mean_interval_95": list(bootstrap_interval(scores, CONFIDENCE)),
+            "human_normalised_mean": float(np.mean(normalised)) if known else None,
+            "human_normalised_median": float(np.median(normalised)) if known else None,
+            "human_normalised_interval_95": list(bootstrap_interval(normalised, CONFIDENCE)) if known else None,
+        }
+
+
+def episode_quotas(num_episodes: int, num_envs: int) -> list[int]:
+    """Episodes that each environment has to finish: fixed before play, so that short episodes are not preferred."""
+    return [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
+
+
+def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, seed: int) -> Evaluation:
+    """Play `Evaluate.EpisodeNum` episodes. Neither the models' statistics nor any random stream of the caller moves.
+
+    The first episodes of each environment count, as many as its quota; `seed` decides the environments' and the
+    policy's randomness, together with `BasicSettings.Seed`.
+    """
+    section, training = config.Evaluate, config.JointTrainAgent
+    name = config.BasicSettings.Env_name
+    num_envs = min(section.NumEnvs, section.EpisodeNum)
+    actor = Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy=section.Greedy)
+    missing = np.array(episode_quotas(section.EpisodeNum, num_envs))
+    episodes: list[Episode] = []
+    frames: list[np.ndarray] = []
+    env_seed, policy_seed = np.random.SeedSequence([config.BasicSettings.Seed, seed, 1]).generate_state(2).tolist()
+    with isolated_rng(policy_seed), make_vec_env(name, config, num_envs, env_seed) as env:
+        obs, is_first, state = env.reset(), np.ones(num_envs, dtype=bool), None
+        recording = True
+        while missing.any():
+            if recording:
+                frames.append(obs[0].copy())
+            action, state = actor.act(obs, state, is_first)
+            result = env.step(action)
+            for i in np.flatnonzero((result.terminated | result.truncated) & (missing > 0)):
+                score = float(result.episode_return[i])
+                episodes.append(
+                    Episode(int(i), score, int(result.episode_length[i]), human_normalised_score(name, score))
+                )
+                missing[i] -= 1
+                if i == 0 and recording:
+                    frames.append(result.final_obs[0])
+                    recording = False
+            obs, is_first = result.obs, result.is_first
+    return Evaluation(episodes, np.stack(frames))
+
+
+def build_from(saved: SavedModel, config: Config, device: torch.device) -> tuple[WorldModel, ActorCriticAgent]:
+    """World model and agent with the weights of a checkpoint."""
+    action_space = action_space_of(saved.spaces)
+    world_model = build_world_model(config, action_space, device)
+    agent = build_agent(config, world_model.feature_dim, action_space, device)
+    load_state(world_model, saved.world_model, "world model")
+    load_state(agent, saved.agent, "agent")
+    return world_model, agent
+
+
+def load(path: str | Path, device: str = "auto", greedy: bool = True) -> tuple[WorldModel, Actor]:
+    """A trained world model, and an actor whose `act(obs, state)` plays with it.
+
+    path: a run's folder (its newest checkpoint), a checkpoint's folder, or a model.pt.
+
+    Raises:
+        CheckpointError: nothing usable is there; the message says why.
+    """
+    target = resolve_device(device)
+    saved = read_model(path, target)
+    config = config_from_dict(saved.config)
+    world_model, agent = build_from(saved, config, target)
+    training = config.JointTrainAgent
+    return world_model, Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy=greedy)
+
+
+def evaluation_folder(saved: SavedModel) -> Path:
+    """RUN/eval/<checkpoint>, or `eval` beside a model.pt that travels alone."""
+    checkpoint = saved.path.resolve().parent
+    return (
+        checkpoint.parent.parent / "eval" / checkpoint.name if checkpoint.parent.name == "ckpt" else checkpoint / "eval"
+    )
+
+
+def write_results(evaluation: Evaluation, saved: SavedModel, config: Config) -> Path:
+    """episodes.csv, summary.json and episode.mp4; returns their folder."""
+    folder = evaluation_folder(saved)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "episodes.csv", episode_table([e._asdict() for e in evaluation.episodes]).encode())
+    summary = {
+        "env": config.BasicSettings.Env_name,
+        "checkpoint_step": saved.step,
+        "greedy": config.Evaluate.Greedy,
+        "seed": config.BasicSettings.Seed,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        **evaluation.summary(),
+    }
+    write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
+    if config.Evaluate.SaveVideo:
+        fps = VIDEO_FPS.get(config.BasicSettings.Env_name.split("/")[0], DEFAULT_FPS)
+        save_mp4(folder / "episode.mp4", evaluation.frames, fps)
+    return folder
+
+
+def print_table(evaluation: Evaluation) -> None:
+    """The episodes and their summary, for a terminal."""
+    print(f"{'episode':>7}  {'env':>3}  {'score':>10}  {'length':>7}  {'human-normalised':>16}")
+    for number, episode in enumerate(evaluation.episodes, start=1):
+        normalised = "-" if episode.human_normalised is None else f"{episode.human_normalised:.3f}"
+        print(f"{number:>7}  {episode.environment:>3}  {episode.score:>10.2f}  {episode.length:>7}  {normalised:>16}")
+    summary = evaluation.summary()
+    low, high = summary["mean_interval_95"]
+    print(
+        f"mean {summary['mean']:.3f} (95 % bootstrap interval {low:.3f} to {high:.3f}), median {summary['median']:.3f}"
+    )
+    if summary["human_normalised_mean"] is not None:
+        print(
+            f"human-normalised mean {summary['human_normalised_mean']:.3f}, "
+            f"median {summary['human_normalised_median']:.3f}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of evaluation; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
+    try:
+        command = load_config(argv, "eval.py")
+        path = command.config.BasicSettings.SavePath
+        if path is None:
+            raise ConfigError("BasicSettings.SavePath = null: name the run's folder or checkpoint file to evaluate")
+        device = resolve_device(command.config.BasicSettings.Device)
+        saved = read_model(path, device)
+        config = override_config(config_from_dict(saved.config), command.given)
+        with use_tier(config.BasicSettings.Kernels):
+            world_model, agent = build_from(saved, config, device)
+            evaluation = evaluate(world_model, agent, config, seed=saved.step)
+        print_table(evaluation)
+        print(f"results are in {write_results(evaluation, saved, config)}")
+    except (ConfigError, UnknownEnvironment) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (CheckpointError, EnvironmentOutputError, WorkerFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

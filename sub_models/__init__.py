@@ -1,0 +1,1 @@
+"""Neural parts of Drama: world model, Transformer core, losses, optimisers."""

@@ -1,0 +1,177 @@
+"""Distributions, losses and returns of Drama (arXiv 2410.08893, sections 2 and 3), as pure functions.
+
+Letters: B batch, L time, K categoricals, C classes of each, N bins of a two-hot code, H imagined steps.
+Everything here computes in float32 or wider, whatever autocast would choose, because probabilities, logarithms and
+returns lose their meaning in bfloat16.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Standard deviation of a unit normal truncated to ±2: drawing with std / 0.8796 gives back the wanted std.
+TRUNCATED_NORMAL_STD = 0.87962566103423978
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """The tensor in at least float32 (float64 stays), so that references can run in double."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def symlog(x: Tensor) -> Tensor:
+    """sign(x) ln(1 + |x|): squashes rewards and values of any scale.   any shape -> same shape."""
+    return torch.sign(x) * torch.log1p(torch.abs(x))
+
+
+def symexp(x: Tensor) -> Tensor:
+    """Inverse of `symlog`: sign(x) (exp|x| - 1).   any shape -> same shape."""
+    return torch.sign(x) * torch.expm1(torch.abs(x))
+
+
+class SymlogTwoHot(nn.Module):
+    """Scalars as a distribution over bins that are evenly spaced in symlog space (DreamerV3, arXiv 2301.04104).
+
+    A target x lies between two neighbouring bins; its code puts on each the share that makes the mean equal symlog(x).
+    Targets outside the bins' range are coded by the outermost bin.
+    """
+
+    def __init__(self, num_bins: int = 255, low: float = -20.0, high: float = 20.0) -> None:
+        super().__init__()
+        if num_bins < 2 or not low < high:
+            raise ValueError(
+                f"SymlogTwoHot: num_bins={num_bins}, low={low}, high={high}; need num_bins >= 2, low < high"
+            )
+        self.num_bins, self.low, self.high = num_bins, low, high
+        self.register_buffer("bins", torch.linspace(low, high, num_bins), persistent=False)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """x (...) -> two-hot code (..., N) that sums to 1; no gradient flows through it."""
+        with torch.no_grad():
+            width = (self.high - self.low) / (self.num_bins - 1)
+            position = (symlog(full_precision(x)).clamp(self.low, self.high) - self.low) / width  # (...) in bins
+            lower = position.floor().clamp(max=self.num_bins - 2)
+            upper_share = (position - lower).unsqueeze(-1)  # (..., 1)
+            index = torch.arange(self.num_bins, device=x.device)
+            lower = lower.unsqueeze(-1)
+            return (index == lower) * (1 - upper_share) + (index == lower + 1) * upper_share  # (..., N)
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy in nats.   logits (..., N), target (...) -> (...)."""
+        log_probs = F.log_softmax(full_precision(logits), dim=-1)
+        return -(self.encode(target) * log_probs).sum(-1)
+
+    def decode(self, logits: Tensor) -> Tensor:
+        """Mean of the distribution, back in the target's scale.   logits (..., N) -> (...)."""
+        probs = F.softmax(full_precision(logits), dim=-1)
+        return symexp((probs * self.bins).sum(-1))
+
+
+def uniform_mix_logits(logits: Tensor, ratio: float) -> Tensor:
+    """Log-probabilities of (1 - ratio) softmax(logits) + ratio / C, with C the number of classes (the last axis).
+
+    Keeps every class reachable, so that KL terms stay finite.   logits (..., C) -> (..., C), normalised.
+    """
+    log_probs = F.log_softmax(full_precision(logits), dim=-1)
+    if ratio == 0.0:
+        return log_probs
+    num_classes = logits.shape[-1]
+    return torch.logaddexp(
+        log_probs + math.log1p(-ratio), torch.full_like(log_probs, math.log(ratio) - math.log(num_classes))
+    )
+
+
+def sample_index(log_probs: Tensor) -> Tensor:
+    """A class drawn from each categorical by the Gumbel-max rule (no host sync).   (..., C) -> (...) int64."""
+    # An exponential draw E gives -log E, a Gumbel variate; its smallest value is above 0, so the logarithm is finite.
+    gumbel = -torch.empty_like(log_probs).exponential_().log()
+    return (log_probs + gumbel).argmax(-1)
+
+
+def sample_one_hot(log_probs: Tensor) -> Tensor:
+    """One-hot sample with the straight-through gradient of the probabilities.   (..., C) -> (..., C)."""
+    sample = F.one_hot(sample_index(log_probs), log_probs.shape[-1]).to(log_probs.dtype)
+    if not log_probs.requires_grad:
+        return sample
+    probs = log_probs.exp()
+    return sample + (probs - probs.detach())
+
+
+def categorical_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL(q ‖ p) in nats, summed over the K categoricals.   normalised log-probabilities (..., K, C) -> (...)."""
+    return (log_q.exp() * (log_q - log_p)).sum((-2, -1))
+
+
+def categorical_entropy(log_probs: Tensor) -> Tensor:
+    """Entropy in nats of each categorical.   normalised log-probabilities (..., C) -> (...)."""
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def masked_mean(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Mean of x over the entries of weight 1 (weight None: over all); 0 where no entry counts.   (...) -> ()."""
+    if weight is None:
+        return x.mean()
+    return (x * weight).sum() / weight.sum().clamp(min=1.0)
+
+
+def reconstruction_loss(reconstruction: Tensor, obs: Tensor) -> Tensor:
+    """Squared error summed over pixels and channels.   (..., C, H, W) twice, in 0..1 -> (...), float32."""
+    return (full_precision(reconstruction) - full_precision(obs)).square().sum((-3, -2, -1))
+
+
+def lambda_return(reward: Tensor, termination: Tensor, value: Tensor, gamma: float, lam: float) -> Tensor:
+    """R_i = r_i + γ(1 - e_i)((1 - λ)V_{i+1} + λ R_{i+1}), R_H = V_H.
+
+    reward, termination (B, H); value (B, H+1) -> (B, H), float32 or wider. Gradients flow if the inputs ask for them.
+    """
+    if value.shape[1] != reward.shape[1] + 1 or termination.shape != reward.shape:
+        raise ValueError(
+            f"lambda_return: reward {tuple(reward.shape)}, termination {tuple(termination.shape)}, value "
+            f"{tuple(value.shape)}; expected (B, H), (B, H), (B, H+1)"
+        )
+    value = full_precision(value)
+    discount = gamma * (1.0 - termination.to(value.dtype))  # (B, H), 0 where the episode ended
+    returns = [value[:, -1]]
+    for i in reversed(range(reward.shape[1])):
+        mixed = (1.0 - lam) * value[:, i + 1] + lam * returns[-1]
+        returns.append(reward[:, i] + discount[:, i] * mixed)
+    return torch.stack(returns[:0:-1], dim=1)
+
+
+def masked_quantile(x: Tensor, weight: Tensor, q: float) -> Tensor:
+    """Linearly interpolated q-quantile of the entries of x whose weight is positive.   x, weight (...) -> ().
+
+    Written with a sort instead of `torch.nanquantile` so that it runs in a CUDA graph. 0 where no entry counts.
+    """
+    alive = weight.flatten() > 0
+    ordered = torch.where(alive, full_precision(x).flatten(), math.inf).sort().values
+    last = (alive.sum() - 1).clamp(min=0)
+    position = q * last.to(ordered.dtype)
+    lower = position.floor().long()
+    low_value, high_value = ordered[lower], ordered[torch.minimum(lower + 1, last)]
+    quantile = low_value + (position - lower) * (high_value - low_value)
+    return torch.where(alive.any(), quantile, torch.zeros_like(quantile))
+
+
+@torch.no_grad()
+def init_truncated_normal(module: nn.Module) -> None:
+    """Initialise a linear or (transposed) convolution layer in place, as `module.apply` calls it.
+
+    Weights: normal truncated at ±2 std with variance 2 / (fan_in + fan_out); biases: zero.
+    """
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
+        receptive_field = math.prod(module.weight.shape[2:])
+        fans = (module.weight.shape[0] + module.weight.shape[1]) * receptive_field
+        std = math.sqrt(2.0 / fans) / TRUNCATED_NORMAL_STD
+        nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+@torch.no_grad()
+def init_orthogonal(module: nn.Module, gain: float = math.sqrt(2.0)) -> None:
+    """Initialise a linear layer in place: orthogonal weights of the given gain, zero bias."""
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight, gain)
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,555 @@
+"""Drama's world model (arXiv 2410.08893, section 2.1): encoder, discrete latent, sequence core, decoder and heads.
+
+    z_t ~ q(z_t | obs_t)            posterior, from the encoder
+    d_t = f(z_1..z_t, a_1..a_t)     sequence core: Mamba, Mamba-2 or Transformer
+    z_{t+1} ~ p(z_{t+1} | d_t)      prior
+    obs_t ~ decoder(z_t),  r_t ~ reward(d_t),  e_t ~ termination(d_t)
+
+Letters: B batch, L time, H imagined steps, A actions or action width, K categoricals of C classes, Z = K·C, D width of
+the deterministic state, F = Z + D. In the convolution stack `channels, height, width` are spelled out.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
+from mamba_ssm.ops.triton.layer_norm import RMSNorm
+from sub_models.functions_losses import (
+    SymlogTwoHot,
+    categorical_entropy,
+    categorical_kl,
+    full_precision,
+    init_truncated_normal,
+    masked_mean,
+    reconstruction_loss,
+    sample_one_hot,
+    uniform_mix_logits,
+)
+from sub_models.optimiser import Optimiser
+from sub_models.transformer_model import StochasticTransformer
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from config_schema import Config
+    from config_schema import Encoder as EncoderSection
+    from replay_buffer import Batch
+
+ACTIVATIONS = {"SiLU": nn.SiLU, "ReLU": nn.ReLU, "GELU": nn.GELU, "ELU": nn.ELU}
+HEAD_NORM_EPS = 1e-5
+
+
+class Rollout(NamedTuple):
+    """What the policy learns from: H imagined steps of B rollouts. Nothing in it carries a gradient."""
+
+    feature: Tensor  # (B, H+1, F) float32: concat(ẑ_i, d_i)
+    action: Tensor  # (B, H) int64, or (B, H, A) float32: the policy's own parameterisation (before squashing)
+    reward: Tensor  # (B, H) float32, of action i
+    termination: Tensor  # (B, H) float32 in {0, 1}: action i ended the life or the episode
+    log_prob: Tensor  # (B, H) float32, nats, under the policy that acted
+    weight: Tensor  # (B, H) float32: 0 where the rollout was dead before step i
+
+
+class Policy(Protocol):
+    """The part of an agent that imagination needs."""
+
+    def sample(self, feature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """feature (B, F) -> environment action (B,) or (B, A), the same as the policy parameterises it, log-prob
+        (B,)."""
+        ...
+
+
+class ChannelNorm(nn.Module):
+    """RMSNorm or LayerNorm over the channels of an image.   (B, channels, height, width) -> same."""
+
+    def __init__(self, channels: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def image_norm(name: str, channels: int) -> nn.Module:
+    """The normalisation that follows a convolution: 'batch', 'rms', 'layer' or 'none'."""
+    if name == "batch":
+        return nn.BatchNorm2d(channels)
+    if name == "rms":
+        return ChannelNorm(channels, nn.RMSNorm(channels, eps=1e-5))
+    if name == "layer":
+        return ChannelNorm(channels, nn.LayerNorm(channels))
+    if name == "none":
+        return nn.Identity()
+    raise ValueError(f"image_norm: {name!r}, expected 'batch', 'rms', 'layer' or 'none'")
+
+
+class Pyramid(NamedTuple):
+    """Sizes of a stack of strided convolutions, from the image inwards."""
+
+    channels: list[int]  # of the image and behind each layer
+    strides: list[int]  # of each layer
+    inner_size: tuple[int, int, int]  # (channels, height, width) behind the last layer
+
+
+def pyramid(image_size: Sequence[int], depth: int, mults: Sequence[int], first_stride_one: bool) -> Pyramid:
+    """The sizes of an encoder or decoder.   image_size: (channels, height, width).
+
+    Raises:
+        ValueError: the image cannot be halved that often.
+    """
+    channels, height, width = image_size
+    strides = [1 if i == 0 and first_stride_one else 2 for i in range(len(mults))]
+    factor = math.prod(strides)
+    if height % factor or width % factor:
+        raise ValueError(
+            f"an image of {height}x{width} cannot be divided by {factor}, the product of strides {strides}"
+        )
+    widths = [channels, *(depth * mult for mult in mults)]
+    return Pyramid(widths, strides, (widths[-1], height // factor, width // factor))
+
+
+def same_padding(kernel: int, padding: str) -> int:
+    """Border that keeps the size at stride 1; 'same' is the only padding whose sizes a decoder can mirror."""
+    if padding != "same" or kernel % 2 == 0:
+        raise ValueError(f"convolution with padding {padding!r} and kernel {kernel}, expected 'same' and an odd kernel")
+    return kernel // 2
+
+
+class Encoder(nn.Module):
+    """Convolutions that halve the image (the first keeps its size if `first_stride_one`), each with norm and
+    activation.
+
+    (B, channels, height, width) in 0..1 -> (B, embed_dim).
+
+    Args:
+        image_size: (channels, height, width).
+        depth, mults: the i-th layer has depth * mults[i] channels.
+        kernel, padding: odd kernel size and 'same', so that only strides shrink the image.
+        norm: see `image_norm`.   act: name of the activation.
+    """
+
+    def __init__(
+        self,
+        image_size: Sequence[int],
+        depth: int,
+        mults: Sequence[int],
+        kernel: int,
+        padding: str,
+        norm: str,
+        act: str,
+        first_stride_one: bool,
+    ) -> None:
+        super().__init__()
+        sizes = pyramid(image_size, depth, mults, first_stride_one)
+        border = same_padding(kernel, padding)
+        layers: list[nn.Module] = []
+        for c_in, c_out, stride in zip(sizes.channels[:-1], sizes.channels[1:], sizes.strides, strict=True):
+            layers += [nn.Conv2d(c_in, c_out, kernel, stride, border), image_norm(norm, c_out), ACTIVATIONS[act]()]
+        self.layers = nn.Sequential(*layers)
+        self.embed_dim = math.prod(sizes.inner_size)
+        self.apply(init_truncated_normal)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.layers(image).flatten(1)
+
+
+class Decoder(nn.Module):
+    """Mirror of the encoder: linear layer, norm, activation, then transposed convolutions back to the image.
+
+    (B, Z) -> (B, channels, height, width), in 0..1 with `final_sigmoid`. Arguments as for `Encoder`, from the image
+    inwards.
+    """
+
+    def __init__(
+        self,
+        stoch_dim: int,
+        image_size: Sequence[int],
+        depth: int,
+        mults: Sequence[int],
+        kernel: int,
+        padding: str,
+        norm: str,
+        act: str,
+        first_stride_one: bool,
+        final_sigmoid: bool,
+    ) -> None:
+        super().__init__()
+        sizes = pyramid(image_size, depth, mults, first_stride_one)
+        border = same_padding(kernel, padding)
+        self.inner_size = sizes.inner_size
+        self.linear = nn.Linear(stoch_dim, math.prod(sizes.inner_size))
+        layers: list[nn.Module] = []
+        for c_in, c_out, stride in zip(sizes.channels[:0:-1], sizes.channels[-2::-1], sizes.strides[::-1], strict=True):
+            layers += [
+                image_norm(norm, c_in),
+                ACTIVATIONS[act](),
+                nn.ConvTranspose2d(c_in, c_out, kernel, stride, border, output_padding=stride - 1),
+            ]
+        if final_sigmoid:
+            layers.append(nn.Sigmoid())
+        self.layers = nn.Sequential(*layers)
+        self.apply(init_truncated_normal)
+
+    def forward(self, stoch: Tensor) -> Tensor:
+        return self.layers(self.linear(stoch).unflatten(-1, self.inner_size))
+
+
+class MLPHead(nn.Module):
+    """`num_layers` of linear, RMSNorm, activation; then a linear layer.   (..., d_in) -> (..., d_out)."""
+
+    def __init__(self, d_in: int, d_hidden: int, d_out: int, num_layers: int, act: str) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i in range(num_layers):
+            layers += [
+                nn.Linear(d_in if i == 0 else d_hidden, d_hidden),
+                RMSNorm(d_hidden, eps=HEAD_NORM_EPS),
+                ACTIVATIONS[act](),
+            ]
+        self.layers = nn.Sequential(*layers, nn.Linear(d_hidden, d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class WorldModel(nn.Module):
+    """Encoder, latent heads, sequence core, decoder, reward and termination heads, with their loss and imagination.
+
+    Args:
+        encoder, decoder: see the classes above.
+        sequence_model: core with `forward(stoch, action, seq_idx, state)`, `init_state` and `step`, of width
+            `deter_dim`.
+        deter_dim: D.   num_categories: K.   num_classes: C.
+        num_actions: A of a discrete action space; None for continuous actions, which enter as they are.
+        reward_head, termination_head: D -> reward bins, D -> 1 logit.
+        unimix_ratio: share of the uniform distribution in posterior and prior.
+        free_bits: nats below which a KL term is not lowered.
+        dynamics_coef, representation_coef: weights of the two KL terms.
+        mask_episode_start: leave KL pairs out whose second observation opens an episode.
+        reset_at_episode_start: the core's state restarts where an episode begins inside a sequence.
+        mask_after_termination: imagined steps after a predicted termination get weight 0.
+        autocast_dtype: None for the parameters' own precision.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        decoder: Decoder,
+        sequence_model: nn.Module,
+        reward_head: MLPHead,
+        termination_head: MLPHead,
+        deter_dim: int,
+        num_categories: int,
+        num_classes: int,
+        num_actions: int | None,
+        unimix_ratio: float = 0.01,
+        free_bits: float = 1.0,
+        dynamics_coef: float = 1.0,
+        representation_coef: float = 0.1,
+        mask_episode_start: bool = True,
+        reset_at_episode_start: bool = True,
+        mask_after_termination: bool = True,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.sequence_model = encoder, decoder, sequence_model
+        self.reward_head, self.termination_head = reward_head, termination_head
+        self.num_categories, self.num_classes = num_categories, num_classes
+        self.stoch_dim, self.deter_dim = num_categories * num_classes, deter_dim
+        self.feature_dim = self.stoch_dim + deter_dim
+        self.num_actions = num_actions
+        self.unimix_ratio, self.free_bits = unimix_ratio, free_bits
+        self.dynamics_coef, self.representation_coef = dynamics_coef, representation_coef
+        self.mask_episode_start = mask_episode_start
+        self.reset_at_episode_start = reset_at_episode_start
+        self.mask_after_termination = mask_after_termination
+        self.autocast_dtype = autocast_dtype
+        self.posterior_head = nn.Linear(encoder.embed_dim, self.stoch_dim)
+        self.prior_head = nn.Linear(deter_dim, self.stoch_dim)
+        self.reward_code = SymlogTwoHot()
+        for part in (self.posterior_head, self.prior_head, self.reward_head, self.termination_head):
+            part.apply(init_truncated_normal)
+        self.optimiser: Optimiser | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.prior_head.weight.device
+
+    def autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+    # --- parts ---
+
+    def to_image(self, obs: Tensor) -> Tensor:
+        """obs (..., height, width, channels) uint8 -> (..., channels, height, width) floats in 0..1, channels-last."""
+        return obs.movedim(-1, -3).to(self.prior_head.weight.dtype) / 255.0
+
+    def encode_action(self, action: Tensor) -> Tensor:
+        """Discrete (...) -> one-hot (..., A); continuous (..., A) -> itself; in the parameters' dtype."""
+        if self.num_actions is not None:
+            action = F.one_hot(action, self.num_actions)
+        return action.to(self.prior_head.weight.dtype)
+
+    def _mixed(self, logits: Tensor) -> Tensor:
+        """Head output (..., Z) -> log-probabilities (..., K, C), float32."""
+        logits = logits.unflatten(-1, (self.num_categories, self.num_classes))
+        return uniform_mix_logits(logits, self.unimix_ratio)
+
+    def posterior(self, image: Tensor) -> Tensor:
+        """log q(z | obs).   (..., channels, height, width) -> (..., K, C)."""
+        leading = image.shape[:-3]
+        embed = self.encoder(image.flatten(0, -4))  # (prod(...), embed_dim)
+        return self._mixed(self.posterior_head(embed)).unflatten(0, leading)
+
+    def prior(self, deter: Tensor) -> Tensor:
+        """log p(z_next | d).   (..., D) -> (..., K, C)."""
+        return self._mixed(self.prior_head(deter))
+
+    def segments(self, is_first: Tensor) -> Tensor | None:
+        """is_first (B, L) -> seq_idx (B, L) int32 that changes where an episode begins; None when states carry over."""
+        return is_first.int().cumsum(dim=1, dtype=torch.int32) if self.reset_at_episode_start else None
+
+    # --- learning ---
+
+    def loss(self, batch: "Batch") -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of section 2 of the paper, averaged over B and L, and its parts as detached 0-d tensors.
+
+        batch: obs (B, L, height, width, channels) uint8; action (B, L) int64 or (B, L, A); reward, termination (B, L)
+        float32; is_first (B, L) bool.
+        """
+        image = self.to_image(batch.obs)
+        with self.autocast():
+            log_q = self.posterior(image)  # (B, L, K, C)
+            stoch = sample_one_hot(log_q).flatten(-2)  # (B, L, Z)
+            reconstruction = self.decoder(stoch.flatten(0, 1)).unflatten(0, stoch.shape[:2])
+            deter = self.sequence_model(stoch, self.encode_action(batch.action), self.segments(batch.is_first))
+            log_p = self.prior(deter)  # (B, L, K, C), of the latent one step later
+            reward_logits = self.reward_head(deter)  # (B, L, N)
+            termination_logits = self.termination_head(deter).squeeze(-1)  # (B, L)
+
+        reconstruction_term = reconstruction_loss(reconstruction, image).mean()
+        reward_term = self.reward_code.loss(reward_logits, batch.reward).mean()
+        termination_term = F.binary_cross_entropy_with_logits(full_precision(termination_logits), batch.termination)
+        next_log_q, next_log_p = log_q[:, 1:], log_p[:, :-1]
+        pairs = (~batch.is_first[:, 1:]).to(log_q.dtype) if self.mask_episode_start else None  # (B, L-1)
+        dynamics = categorical_kl(next_log_q.detach(), next_log_p)  # (B, L-1)
+        representation = categorical_kl(next_log_q, next_log_p.detach())
+        dynamics_term = masked_mean(dynamics.clamp(min=self.free_bits), pairs)
+        representation_term = masked_mean(representation.clamp(min=self.free_bits), pairs)
+        total = (
+            reconstruction_term
+            + reward_term
+            + termination_term
+            + self.dynamics_coef * dynamics_term
+            + self.representation_coef * representation_term
+        )
+        metrics = {
+            "loss": total,
+            "reconstruction": reconstruction_term,
+            "reward": reward_term,
+            "termination": termination_term,
+            "dynamics": dynamics_term,
+            "representation": representation_term,
+            "kl": masked_mean(dynamics, pairs),
+            "posterior_entropy": categorical_entropy(log_q).sum(-1).mean(),
+            "prior_entropy": categorical_entropy(log_p).sum(-1).mean(),
+        }
+        return total, {f"world_model/{name}": value.detach() for name, value in metrics.items()}
+
+    def update(self, batch: "Batch") -> dict[str, Tensor]:
+        """One optimiser step on a batch; returns metrics as 0-d tensors on the device, without waiting for it."""
+        self.train()
+        loss, metrics = self.loss(batch)
+        metrics |= {f"world_model/{name}": value for name, value in self.optimiser.update(loss).items()}
+        return metrics
+
+    # --- imagination ---
+
+    @torch.no_grad()
+    def imagine(self, policy: Policy, contexts: "Batch", horizon: int) -> Rollout:
+        """Roll the policy out for `horizon` steps inside the model, from the end of real contexts (section 2.2).
+
+        contexts: a `Batch` of (B, context length) rows -> `Rollout` of (B, horizon) steps. Batch statistics and random
+        dropout are not used here and running statistics do not move.
+        """
+        self.eval()
+        batch_size, context_length = contexts.obs.shape[:2]
+        state = self.sequence_model.init_state(batch_size, context_length + horizon)
+        features, actions, log_probs, deters = [], [], [], []
+        with self.autocast():
+            stoch = sample_one_hot(self.posterior(self.to_image(contexts.obs))).flatten(-2)
+            context_action = self.encode_action(contexts.action)
+            deter = self.sequence_model(stoch, context_action, self.segments(contexts.is_first), state)[:, -1]  # (B, D)
+            for _ in range(horizon):
+                features.append(self._feature(deter))
+                env_action, action, log_prob = policy.sample(features[-1])
+                stoch = features[-1][:, : self.stoch_dim]
+                deter = self.sequence_model.step(stoch, self.encode_action(env_action), state)
+                actions.append(action)
+                log_probs.append(log_prob)
+                deters.append(deter)
+            features.append(self._feature(deter))
+            outcome = torch.stack(deters, dim=1)  # (B, H, D): d_{i+1} tells what a_i earned and whether it ended
+            reward = self.reward_code.decode(self.reward_head(outcome))
+            termination = (self.termination_head(outcome).squeeze(-1) > 0).to(reward.dtype)
+        return Rollout(
+            torch.stack(features, dim=1),
+            torch.stack(actions, dim=1),
+            reward,
+            termination,
+            torch.stack(log_probs, dim=1),
+            self._alive(contexts.termination[:, -1], termination),
+        )
+
+    def _feature(self, deter: Tensor) -> Tensor:
+        """concat(ẑ, d) with ẑ drawn from the prior.   (B, D) -> (B, F), float32."""
+        stoch = sample_one_hot(self.prior(deter)).flatten(-2)
+        return torch.cat((stoch, full_precision(deter)), dim=-1)
+
+    def _alive(self, context_termination: Tensor, termination: Tensor) -> Tensor:
+        """Weight (B, H): 1 until the first termination, the context's last row included.   (B,), (B, H) -> (B, H)."""
+        if not self.mask_after_termination:
+            return torch.ones_like(termination)
+        before = torch.cat((context_termination.unsqueeze(1).to(termination.dtype), termination[:, :-1]), dim=1)
+        return (1.0 - before).cumprod(dim=1)
+
+    # --- pictures ---
+
+    @torch.no_grad()
+    def reconstruct(self, obs: Tensor) -> Tensor:
+        """Decoded posterior samples of frames.   (B, L, height, width, channels) uint8 -> same."""
+        self.eval()
+        with self.autocast():
+            stoch = sample_one_hot(self.posterior(self.to_image(obs))).flatten(-2)
+        return self._decode_frames(stoch)
+
+    @torch.no_grad()
+    def predict_open_loop(self, batch: "Batch", context_length: int) -> Tensor:
+        """Frames that the model sees after `context_length` rows when it gets only the actions that were really taken.
+
+        batch with (B, L) rows -> (B, L, height, width, channels) uint8; the first `context_length` are reconstructions.
+        """
+        self.eval()
+        seqlen = batch.obs.shape[1]
+        if not 0 < context_length < seqlen:
+            raise ValueError(f"predict_open_loop: context_length={context_length}, expected 1..{seqlen - 1}")
+        state = self.sequence_model.init_state(batch.obs.shape[0], seqlen)
+        action = self.encode_action(batch.action)
+        seq_idx = self.segments(batch.is_first[:, :context_length])
+        with self.autocast():
+            stoch = sample_one_hot(self.posterior(self.to_image(batch.obs[:, :context_length]))).flatten(-2)
+            deter = self.sequence_model(stoch, action[:, :context_length], seq_idx, state)[:, -1]
+            stochs = [*stoch.unbind(1)]
+            for i in range(context_length, seqlen):
+                stochs.append(sample_one_hot(self.prior(deter)).flatten(-2))
+                deter = self.sequence_model.step(stochs[-1], action[:, i], state)
+        return self._decode_frames(torch.stack(stochs, dim=1))
+
+    def _decode_frames(self, stoch: Tensor) -> Tensor:
+        with self.autocast():
+            image = self.decoder(stoch.flatten(0, 1)).unflatten(0, stoch.shape[:2])
+        return (full_precision(image).clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1)
+
+
+def build_sequence_model(config: "Config", stoch_dim: int, action_dim: int) -> nn.Module:
+    """The core that `Models.WorldModel.Backbone` names."""
+    section = config.Models.WorldModel
+    if section.Backbone == "Transformer":
+        return StochasticTransformer(
+            stoch_dim,
+            action_dim,
+            d_model=section.HiddenStateDim,
+            num_layers=section.Transformer.NumLayers,
+            num_heads=section.Transformer.NumHeads,
+            max_seqlen=config.JointTrainAgent.BatchLength,
+            dropout=section.Dropout,
+        )
+    ssm_cfg = section.Mamba.ssm_cfg
+    shared = {"layer": section.Backbone, "d_state": ssm_cfg.d_state, "d_conv": ssm_cfg.d_conv, "expand": ssm_cfg.expand}
+    if section.Backbone == "Mamba2":
+        shared |= {"headdim": ssm_cfg.headdim, "ngroups": ssm_cfg.ngroups, "chunk_size": ssm_cfg.chunk_size}
+    return MambaWrapperModel(
+        d_model=section.HiddenStateDim,
+        n_layer=section.Mamba.n_layer,
+        stoch_dim=stoch_dim,
+        action_dim=action_dim,
+        d_intermediate=section.Mamba.d_intermediate,
+        ssm_cfg=shared,
+        dropout=section.Dropout,
+    )
+
+
+def _stack_arguments(section: "EncoderSection") -> dict[str, Any]:
+    return {
+        "image_size": section.InputSize,
+        "depth": section.Depth,
+        "mults": section.Mults,
+        "kernel": section.Kernel,
+        "padding": section.Padding,
+        "norm": section.Norm,
+        "first_stride_one": section.FirstStrideOne,
+    }
+
+
+def build_world_model(config: "Config", action_space: "gymnasium.Space", device: torch.device) -> WorldModel:
+    """The world model that a configuration describes, on a device, with its optimiser.
+
+    action_space: gymnasium `Discrete`, or `Box` of shape (A,).
+    """
+    section = config.Models.WorldModel
+    discrete = hasattr(action_space, "n")
+    num_actions = int(action_space.n) if discrete else None
+    action_dim = num_actions if discrete else action_space.shape[0]
+    stoch_dim = section.CategoricalDim * section.ClassDim
+    encoder = Encoder(act=section.Act, **_stack_arguments(section.Encoder))
+    decoder = Decoder(
+        stoch_dim, act=section.Act, final_sigmoid=section.Decoder.FinalLayerSigmoid, **_stack_arguments(section.Decoder)
+    )
+    reward_head = MLPHead(
+        section.HiddenStateDim,
+        section.Reward.HiddenUnits,
+        SymlogTwoHot().num_bins,
+        section.Reward.LayerNum,
+        section.Act,
+    )
+    termination_head = MLPHead(
+        section.HiddenStateDim, section.Termination.HiddenUnits, 1, section.Termination.LayerNum, section.Act
+    )
+    use_amp = config.BasicSettings.Use_amp and device.type == "cuda"
+    training = config.JointTrainAgent
+    world_model = WorldModel(
+        encoder,
+        decoder,
+        build_sequence_model(config, stoch_dim, action_dim),
+        reward_head,
+        termination_head,
+        deter_dim=section.HiddenStateDim,
+        num_categories=section.CategoricalDim,
+        num_classes=section.ClassDim,
+        num_actions=num_actions,
+        unimix_ratio=section.Unimix_ratio,
+        free_bits=section.FreeBits,
+        dynamics_coef=section.DynamicsCoef,
+        representation_coef=section.RepresentationCoef,
+        mask_episode_start=training.MaskEpisodeStart,
+        reset_at_episode_start=training.ResetStateAtEpisodeStart,
+        mask_after_termination=training.MaskAfterTermination,
+        autocast_dtype=torch.bfloat16 if use_amp else None,
+    ).to(device, memory_format=torch.channels_last)
+    optimiser_section = getattr(section, section.Optimiser)
+    world_model.optimiser = Optimiser(
+        world_model.parameters(),
+        section.Optimiser,
+        optimiser_section.LearningRate,
+        optimiser_section.Epsilon,
+        section.Max_grad_norm,
+        section.Warmup_steps,
+        section.Weight_decay,
+    )
+    return world_model

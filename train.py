@@ -1,0 +1,256 @@
+"""Train Drama (arXiv 2410.08893): act in the real environment, learn a world model of it, learn to behave inside the
+model.
+
+    python train.py --config config_files/quickstart.yaml
+    python train.py --BasicSettings.Env_name ALE/Boxing-v5 --Models.WorldModel.Backbone Mamba
+    python train.py --resume runs/<run>
+
+`python train.py --help` lists every key of the configuration.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from agents import ActorCriticAgent, build_agent
+from checkpoints import Checkpoint, CheckpointError
+from env_wrapper import make_vec_env
+from envs.collector import Collector
+from envs.common import EnvironmentOutputError, UnknownEnvironment
+from envs.parallel import VectorEnv, WorkerFailed
+from envs.spaces import describe_spaces
+from eval import evaluate
+from mamba_ssm.ops.tiers import use_tier
+from replay_buffer import Batch, ReplayBuffer, ReplayFileError
+from sub_models.acting import Actor
+from sub_models.cuda_graph import CapturedStep
+from sub_models.world_models import WorldModel, build_world_model
+from tools import (
+    EPISODE_RETURN,
+    Run,
+    RunError,
+    load_state,
+    open_loop_picture,
+    open_run,
+    read_model,
+    reconstruction_picture,
+)
+from utils import (
+    Config,
+    ConfigError,
+    get_rng_state,
+    isolated_rng,
+    load_config,
+    resolve_device,
+    seed_everything,
+    set_rng_state,
+)
+
+logger = logging.getLogger("drama.train")
+
+PICTURE_SEQUENCES = 4
+
+
+class Schedule:
+    """What is due after an environment step. Pure: depends on the configuration and the step alone.
+
+    `every` counts environment steps, however many environments are stepped at once: `times_due` says how many multiples
+    of it the last `num_envs` steps passed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.training, self.evaluation = config.JointTrainAgent, config.Evaluate
+        self.num_envs = self.training.NumEnvs
+        self.total_steps = self.training.SampleMaxSteps
+
+    def times_due(self, every: int, step: int) -> int:
+        return step // every - (step - self.num_envs) // every
+
+    def world_model_updates(self, step: int, rows: int) -> int:
+        training = self.training
+        if rows < training.WorldModelWarmUp or step > training.FreezeWorldModelAfterSteps:
+            return 0
+        return training.TrainDynamicsEpoch * self.times_due(training.TrainDynamicsEverySteps, step)
+
+    def agent_updates(self, step: int, rows: int) -> int:
+        training = self.training
+        if rows < training.BehaviourWarmUp or step > training.FreezeBehaviourAfterSteps:
+            return 0
+        return self.times_due(training.TrainAgentEverySteps, step)
+
+    def log(self, step: int) -> bool:
+        return self.times_due(self.training.LogEverySteps, step) > 0
+
+    def evaluate(self, step: int) -> bool:
+        return self.evaluation.DuringTraining and self.times_due(self.evaluation.EverySteps, step) > 0
+
+    def save(self, step: int) -> bool:
+        return self.times_due(self.training.SaveEverySteps, step) > 0
+
+
+def train(run: Run) -> None:
+    """The whole run, from the step where it starts or resumes."""
+    config, device = run.config, resolve_device(run.config.BasicSettings.Device)
+    training, schedule = config.JointTrainAgent, Schedule(run.config)
+    seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
+    env = make_env_vector(config, start_step=run.start_step)
+    world_model, agent, replay = build(config, env, device)
+    actor = Actor(
+        world_model, agent, training.RealityContextLength, training.ActOn, capture=config.BasicSettings.Use_cg
+    )
+    collector = Collector(env, actor)
+    update_world_model, update_agent = training_steps(config, world_model, agent, replay)
+    step = restore(run, world_model, agent, replay, collector)
+
+    while step < schedule.total_steps and not run.stop_requested:
+        step += env.num_envs
+        collector.send(explore=not replay.can_sample(training.WorldModelWarmUp))
+        if not training.OverlapEnvironment:
+            replay.append(*collector.receive())
+        for _ in range(schedule.world_model_updates(step, len(replay))):
+            run.accumulate(update_world_model())
+        for _ in range(schedule.agent_updates(step, len(replay))):
+            run.accumulate(update_agent())
+        if training.OverlapEnvironment:
+            replay.append(*collector.receive())
+
+        for episode in collector.finished:
+            run.log(step, {EPISODE_RETURN: episode.episode_return, "episode/length": episode.episode_length})
+        if schedule.log(step):
+            run.flush(step)
+        if schedule.evaluate(step):
+            run.log(step, evaluate(world_model, agent, config, seed=step).metrics())
+        run.progress(step)
+        if schedule.save(step) or step >= schedule.total_steps or run.stop_requested:
+            save(run, step, world_model, agent, replay, collector)
+    env.close()
+    if run.stop_requested:
+        logger.warning("stopped by %s at step %d; go on with --resume %s", run.stop_reason, step, run.folder)
+    print(run.report())
+
+
+def make_env_vector(config: Config, start_step: int) -> VectorEnv:
+    """The training environments. Where their state cannot be restored, a resumed run goes on with fresh episodes."""
+    training = config.JointTrainAgent
+    in_workers = training.NumEnvs > 1 or training.OverlapEnvironment
+    seed = config.BasicSettings.Seed + start_step
+    return make_vec_env(config.BasicSettings.Env_name, config, training.NumEnvs, seed, asynchronous=in_workers)
+
+
+def build(config: Config, env: VectorEnv, device: torch.device) -> tuple[WorldModel, ActorCriticAgent, ReplayBuffer]:
+    """World model, agent and replay, with weights from `BasicSettings.SavePath` if it is given."""
+    basic, training = config.BasicSettings, config.JointTrainAgent
+    world_model = build_world_model(config, env.action_space, device)
+    agent = build_agent(config, world_model.feature_dim, env.action_space, device)
+    replay = ReplayBuffer(
+        capacity=training.BufferMaxLength - training.BufferMaxLength % env.num_envs,
+        num_envs=env.num_envs,
+        obs_shape=env.observation_space.shape,
+        action_shape=env.action_space.shape,
+        device=device if basic.ReplayBufferOnGPU else torch.device("cpu"),
+        out_device=device,
+        batch_size=training.BatchSize,
+        batch_length=training.BatchLength,
+        imagine_batch_size=training.ImagineBatchSize,
+        context_length=training.ImagineContextLength,
+        sampling=training.Sampling,
+        tau=training.Tau,
+        imagination_tau=training.ImaginationTau,
+        alpha=training.Alpha,
+        beta=training.Beta,
+    )
+    if basic.SavePath is not None:
+        saved = read_model(basic.SavePath, device)
+        load_state(world_model, saved.world_model, "world model")
+        load_state(agent, saved.agent, "agent")
+        logger.info("weights of step %d from %s", saved.step, saved.path)
+    if basic.Compile and device.type == "cuda":
+        world_model.compile_stacks()
+    return world_model, agent, replay
+
+
+def training_steps(
+    config: Config, world_model: WorldModel, agent: ActorCriticAgent, replay: ReplayBuffer
+) -> tuple[CapturedStep, CapturedStep]:
+    """The two updates, each with its replay sampling; on a GPU each is one CUDA graph."""
+    horizon, graphs = config.JointTrainAgent.ImagineBatchLength, config.BasicSettings.Use_cg
+
+    def learn_behaviour(contexts: Batch) -> dict[str, torch.Tensor]:
+        return agent.update(world_model.imagine(agent, contexts, horizon))
+
+    def captured(learn: Callable[[Batch], dict[str, torch.Tensor]], sample: Callable[[], Batch]) -> CapturedStep:
+        if replay.device == world_model.device:  # sampling is part of the graph
+            return CapturedStep(lambda: learn(sample()), world_model.device, graphs)
+        return CapturedStep(lambda batch: learn(Batch(*batch)), world_model.device, graphs, inputs=sample)
+
+    return captured(world_model.update, replay.sample_sequences), captured(learn_behaviour, replay.sample_contexts)
+
+
+def save(
+    run: Run, step: int, world_model: WorldModel, agent: ActorCriticAgent, replay: ReplayBuffer, collector: Collector
+) -> None:
+    """A checkpoint with everything that the next step depends on, and pictures of what the model sees."""
+    run.save_checkpoint(
+        step,
+        model={
+            "world_model": world_model.state_dict(),
+            "agent": agent.state_dict(),
+            "spaces": describe_spaces(collector.env.observation_space, collector.env.action_space),
+        },
+        train={
+            "world_model_optimiser": world_model.optimiser.state_dict(),
+            "agent_optimiser": agent.optimiser.state_dict(),
+            "collector": collector.state_dict(),
+            "rng": get_rng_state(),
+        },
+        replay=replay,
+    )
+    training = run.config.JointTrainAgent
+    length = training.ImagineContextLength + training.ImagineBatchLength
+    if replay.can_sample(max(training.WorldModelWarmUp, length)):
+        with isolated_rng(step):
+            batch = replay.recent_sequences(PICTURE_SEQUENCES, length)
+            reconstruction = world_model.reconstruct(batch.obs).cpu().numpy()
+            prediction = world_model.predict_open_loop(batch, training.ImagineContextLength).cpu().numpy()
+        obs = batch.obs.cpu().numpy()
+        run.save_picture(f"reconstruction_{step:09d}", reconstruction_picture(obs, reconstruction))
+        run.save_picture(f"open_loop_{step:09d}", open_loop_picture(obs, prediction, training.ImagineContextLength))
+
+
+def restore(
+    run: Run, world_model: WorldModel, agent: ActorCriticAgent, replay: ReplayBuffer, collector: Collector
+) -> int:
+    """Load the run's newest checkpoint, if it has one; returns the step to go on from."""
+    checkpoint: Checkpoint | None = run.load_checkpoint()
+    if checkpoint is None:
+        return 0
+    load_state(world_model, checkpoint.model.world_model, "world model")
+    load_state(agent, checkpoint.model.agent, "agent")
+    world_model.optimiser.load_state_dict(checkpoint.train["world_model_optimiser"])
+    agent.optimiser.load_state_dict(checkpoint.train["agent_optimiser"])
+    replay.load(run.folder / "replay", checkpoint.replay)
+    if not collector.load_state_dict(checkpoint.train["collector"]):
+        logger.warning("%s cannot restore its state: a new episode begins", run.config.BasicSettings.Env_name)
+    set_rng_state(checkpoint.train["rng"])
+    return checkpoint.step
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
+    try:
+        command = load_config(argv, "train.py")
+        with use_tier(command.config.BasicSettings.Kernels), open_run(command.config, command.resume) as run:
+            train(run)
+    except (ConfigError, UnknownEnvironment) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RunError, CheckpointError, ReplayFileError, EnvironmentOutputError, WorkerFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
