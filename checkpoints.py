@@ -70,7 +70,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def error_reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+    """One line for a message."""
+    return error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def folder_listing(folder: Path) -> str:
@@ -85,6 +86,7 @@ def folder_listing(folder: Path) -> str:
 # ----------------------------------------------------------------------------------------------- plain values on a disk
 
 _ARRAY = "__numpy__"  # {_ARRAY: dtype, "shape": [...], "data": uint8 tensor} comes back as an array
+_BYTES = "__bytes__"  # {_BYTES: uint8 tensor} comes back as bytes, which torch.load does not read in every case
 
 
 def to_plain(value: Any, path: str = "checkpoint") -> Any:
@@ -97,17 +99,18 @@ def to_plain(value: Any, path: str = "checkpoint") -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject or value.dtype.fields:
             raise TypeError(f"{path} is an array of {value.dtype}, which a checkpoint can't hold; use plain numbers")
-        data = np.frombuffer(bytearray(value.tobytes()), np.uint8)
-        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": torch.from_numpy(data)}
+        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "data": _byte_tensor(value.tobytes())}
+    if type(value) is bytes:
+        return {_BYTES: _byte_tensor(value)}
     if isinstance(value, np.generic) and not isinstance(value, np.void):
         return to_plain(value.item(), path)
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
         return type(value)(to_plain(item, f"{path}[{i}]") for i, item in enumerate(value))
     if isinstance(value, Mapping):
         for key in value:
-            if type(key) not in (str, int, tuple) or key == _ARRAY:
+            if type(key) not in (str, int, tuple) or key in (_ARRAY, _BYTES):
                 raise TypeError(f"{path} has the key {key!r}, which a checkpoint can't hold")
         return {key: to_plain(item, f"{path}.{key}") for key, item in value.items()}
     raise TypeError(
@@ -122,13 +125,19 @@ def _plain_tensor(value: torch.Tensor) -> torch.Tensor:
     return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()  # a view would save all it views
 
 
+def _byte_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
 def from_plain(value: Any) -> Any:
     """Inverse of `to_plain`."""
     if isinstance(value, dict) and _ARRAY in value:
         dtype = np.dtype(value[_ARRAY])
         if dtype.hasobject:
             raise ValueError(f"an array of {dtype}")
-        return np.frombuffer(value["data"].numpy().tobytes(), dtype).reshape(value["shape"]).copy()
+        return np.frombuffer(value["data"].cpu().numpy().tobytes(), dtype).reshape(value["shape"]).copy()
+    if isinstance(value, dict) and _BYTES in value:
+        return value[_BYTES].cpu().numpy().tobytes()
     if isinstance(value, dict):
         return {key: from_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -136,7 +145,8 @@ def from_plain(value: Any) -> Any:
     return value
 
 
-def serialise(value: Any, path: str) -> memoryview:
+def serialise(value: Any, path: str = "checkpoint") -> memoryview:
+    """The bytes of a file that `torch.load` reads; path: the name of `value` in complaints about its parts."""
     # To memory first: a full disk is then an OSError of our own write and not an abort inside torch's zip writer.
     buffer = io.BytesIO()
     torch.save(to_plain(value, path), buffer)
@@ -176,6 +186,7 @@ def _check_archive(data: bytes) -> None:
 
 
 def read_json(path: Path) -> Any:
+    """The content of a JSON file of sane size, else a CheckpointError."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes, not one of ours")
     try:
@@ -220,24 +231,30 @@ class CheckpointFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def complete(self) -> list[Path]:
-        """Oldest first. Complete = has a manifest whose files are there with their sizes."""
+    def named(self) -> list[Path]:
+        """All that has a checkpoint's name, oldest first."""
         found = []
         for entry in self.folder.iterdir() if self.folder.is_dir() else ():
             match = self.NAME.fullmatch(entry.name)
-            if match and _is_complete(entry):
+            if match:
                 found.append((int(match[1]), int(match[2] or 0), entry))
         return [entry for *_, entry in sorted(found)]
 
+    def complete(self) -> list[Path]:
+        """Those with a manifest whose files are there with their sizes, oldest first."""
+        return [entry for entry in self.named() if _is_complete(entry)]
+
     def newest_sound(self) -> Path | None:
         """The newest checkpoint whose checksums hold. Newer, damaged ones are renamed, with a warning."""
-        for entry in reversed(self.complete()):
+        for entry in reversed(self.named()):
             try:
+                _manifest_files(entry)
                 for name in self.FILES:
                     _read_verified(entry / name)
                 return entry
-            except CheckpointError as error:
-                logger.warning("%s; going back to the checkpoint before it", error)
+            except (OSError, CheckpointError) as error:
+                reason = error_reason(error) if isinstance(error, OSError) else error
+                logger.warning("checkpoint %s is no good (%s): going back to the one before it", entry, reason)
                 os.replace(entry, entry.with_name(f"damaged_{entry.name}_{time.time_ns()}"))
         return None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import cv2
 import imageio.v2 as imageio
 import numpy as np
+from imageio_ffmpeg import count_frames_and_secs
 
 from checkpoints import write_atomic
 
@@ -96,7 +97,7 @@ def _compare(
         rows.reshape(-1, *rows.shape[2:]),
         scale,
         row_labels=labels * len(true),
-        column_labels=[f"t={time}" for time in times],
+        column_labels=[f"t={time}" + (" context" if time < (context_length or 0) else "") for time in times],
         mark_column=mark,
     )
 
@@ -131,12 +132,21 @@ def save_mp4(path: str | Path, frames: np.ndarray, fps: float = 15, scale: int |
         ) as writer:
             for frame in frames:
                 writer.append_data(_video_frame(frame, scale))
-        if not temporary.exists() or not temporary.stat().st_size:
-            raise OSError(f"ffmpeg wrote no {path.name}")
+        if _count_frames(temporary) != len(
+            frames
+        ):  # ffmpeg's last words, on a full disk too, are not checked by imageio
+            raise OSError(f"ffmpeg could not write all of {path.name}")
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _count_frames(path: Path) -> int:
+    try:
+        return count_frames_and_secs(str(path))[0]
+    except RuntimeError:  # not a video
+        return 0
 
 
 def _video_frame(frame: np.ndarray, scale: int) -> np.ndarray:

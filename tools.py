@@ -83,9 +83,11 @@ logger = logging.getLogger("drama.tools")
 
 EPISODE_RETURN = "episode/return"  # logged once for each episode that ends
 EVALUATION_RETURN = "evaluation/return_mean"
+REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
 UNWRITTEN_LINES = 10_000  # metric lines kept in memory while the disk is full
+WANDB_SECONDS = 30  # how long the run waits at its start for Weights & Biases to answer
 SUBFOLDERS = ("tb", "ckpt", "replay", "pictures", "videos", "eval")
 
 
@@ -294,7 +296,7 @@ class WandbTracker:
         import wandb  # never imported unless asked for
 
         mode = config.Wandb.Init.Mode
-        if mode == "online" and not wandb.api.api_key:  # wandb would stop and ask at the terminal
+        if mode == "online" and not wandb.login(prompt=False):  # wandb.init would stop and ask at the terminal
             raise RuntimeError("no account is set up here: `wandb login`, or Wandb.Init.Mode offline")
         self._run = wandb.init(
             project=config.Wandb.Init.Project,
@@ -304,6 +306,7 @@ class WandbTracker:
             resume="allow",
             dir=str(folder),
             config=config_to_dict(config),
+            settings=wandb.Settings(init_timeout=WANDB_SECONDS),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -549,6 +552,18 @@ class Run:
         logging.getLogger("drama").setLevel(self._old_level)
         os.close(self._lock)
 
+    def report(self) -> str:
+        """What a user wants to know at the end: where the curve ends, and where to look."""
+        _, returns = read_metrics(self.folder).get(EPISODE_RETURN, (None, np.zeros(0)))
+        last = returns[-REPORTED_EPISODES:]
+        score = f"mean return {last.mean():.3f} over the last {len(last)} of {len(returns)} episodes"
+        return (
+            f"{score if len(last) else 'no episode ended'}\n"
+            f"learning curve: {self.folder / 'pictures' / 'learning_curve.png'}\n"
+            f"reconstructions and open-loop predictions: {self.folder / 'pictures'}\n"
+            f"evaluate with: python eval.py --BasicSettings.SavePath {self.folder}"
+        )
+
     @property
     def stop_requested(self) -> bool:
         return self.stop_reason is not None
@@ -630,7 +645,7 @@ class Run:
         started = time.monotonic()
         files = {
             "model.pt": serialise(self._described(step, model), "model"),
-            "train.pt": serialise({"train": train, "run": self.state_dict()}, "checkpoint"),
+            "train.pt": serialise({"train": train, "run": self.state_dict()}),
         }
         try:
             self._metrics.sync()
