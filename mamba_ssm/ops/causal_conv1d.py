@@ -92,6 +92,19 @@ def causal_conv1d_window(
     return window.masked_fill((pieces != pieces[:, -1:]).unsqueeze(1), 0.0)
 
 
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last `state_len` inputs of each packed sequence, zeros where one is shorter.
+
+    x (L, D); cu_seqlens (S+1) integers   -> (S, D, state_len)"""
+    name = "causal_conv1d_varlen_states"
+    check_shape(name, "x", x, "(L, D)", (None, None))
+    check_shape(name, "cu_seqlens", cu_seqlens, "(S+1)", (None,))
+    check_integer(name, cu_seqlens=cu_seqlens)
+    rows = cu_seqlens[1:, None].long() + torch.arange(-state_len, 0, device=x.device)      # (S, state_len)
+    before = rows < cu_seqlens[:-1, None]
+    return x[rows.clamp(min=0)].masked_fill(before.unsqueeze(-1), 0.0).transpose(1, 2)
+
+
 def _conv_reference(x, weight, bias, seq_idx, initial_states, return_final_states, activation):
     width, seqlen = weight.shape[1], x.shape[2]
     with without_autocast(x):
@@ -122,7 +135,7 @@ def _update_reference(x, conv_state, weight, bias, activation):
     width = weight.shape[1]
     before = conv_state[:, :, conv_state.shape[2] - (width - 1) :]
     out = _conv_reference(rows, weight, bias, None, before, False, activation)
-    conv_state.copy_(torch.cat([conv_state, rows.to(conv_state.dtype)], dim=2)[:, :, rows.shape[2] :])
+    conv_state.copy_(torch.cat([conv_state, rows.detach().to(conv_state.dtype)], dim=2)[:, :, rows.shape[2] :])
     return out.squeeze(-1) if x.dim() == 2 else out
 
 

@@ -24,6 +24,12 @@ def sequence_starts(seq_idx: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(seq_idx[:, :1], dtype=torch.bool), changes], dim=1)
 
 
+def packed_seq_idx(cu_seqlens: Tensor, length: int) -> Tensor:
+    """seq_idx (1, L) of sequences packed into one row: cu_seqlens (S+1) holds their starts, and the end."""
+    rows = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).unsqueeze(0)
+
+
 def sequence_pieces(seq_idx: Tensor) -> Tensor:
     """Number of the piece each row belongs to, counted from 0: (B, L) int32, whatever values `seq_idx` (B, L) takes."""
     return sequence_starts(seq_idx).cumsum(dim=1, dtype=torch.int32)

@@ -250,7 +250,7 @@ def _check_selective_scan(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_
         if weight.dim() == 4 and (weight.shape[1] == 0 or channels % weight.shape[1]):
             raise ValueError(f"{name}: {argument} has {weight.shape[1]} groups, expected a divisor of D = {channels}")
         if weight.is_complex() != (A.is_complex() and weight.dim() == 2):
-            raise TypeError(f"{name}: {argument} has dtype {weight.dtype}, expected complex only if (D, N) and A complex")
+            raise TypeError(f"{name}: {argument} has dtype {weight.dtype}, complex only if (D, N) and A complex")
     check_shape(name, "D", D, "(D)", (channels,))
     check_shape(name, "z", z, "(B, D, L) like u", u.shape)
     check_shape(name, "delta_bias", delta_bias, "(D)", (channels,))

@@ -36,7 +36,8 @@ def selective_state_update(
     With heads: state (B, H, P, N), x, dt, z (B, H, P), A (H, P, N), B, C (B, G, N) or (B, N), D, dt_bias (H, P). Values
     shared by a head's channels are given by `expand`, and cost nothing more.
     state_batch_indices (B) integers: the row of `state` (S, ...) that each batch row reads and writes.
-    Sums are kept in float32 (float64 if an input is), whatever the state's dtype.   -> out like x"""
+    Sums are kept in float32 (float64 if an input is), whatever the state's dtype. Gradients
+    reach all inputs of this step but the state.   -> out like x"""
     _check_update(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
     run = implementation("selective_state_update", x.device)
     return run(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
@@ -63,7 +64,8 @@ def selective_state_update_ref(
 def _update_reference(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices):
     with without_autocast(x):
         dtype = accumulate_dtype(state, x, dt, A, B, C, D, z, dt_bias)
-        before = state if state_batch_indices is None else state[state_batch_indices.long()]
+        before = state.detach() if state_batch_indices is None else state.detach()[state_batch_indices.long()]
+        before = before.clone() if torch.is_grad_enabled() else before                    # backward reads it
         dt, A = _unexpanded(dt, 1).to(dtype), _unexpanded(A, 0).to(dtype)
         dt = dt if dt_bias is None else dt + _unexpanded(dt_bias, 0).to(dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).unsqueeze(-1)                        # (B, H, P|1, 1)
@@ -74,9 +76,9 @@ def _update_reference(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_b
         out = out if D is None else out + rows * D.to(dtype)
         out = out if z is None else out * F.silu(z.to(dtype))
         if state_batch_indices is None:
-            state.copy_(after)
+            state.copy_(after.detach())
         else:
-            state.index_copy_(0, state_batch_indices.long(), after.to(state.dtype))
+            state.index_copy_(0, state_batch_indices.long(), after.detach().to(state.dtype))
         return out.to(x.dtype)
 
 

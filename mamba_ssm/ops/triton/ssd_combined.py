@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
 from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
-from mamba_ssm.ops.numerics import accumulate_dtype, sequence_pieces, sequence_starts, without_autocast
+from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx, sequence_pieces, sequence_starts, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
 from mamba_ssm.ops.triton.layernorm_gated import rms_norm_ref, rmsnorm_fn
 from mamba_ssm.ops.triton.ssd_bmm import bmm_chunk
@@ -87,7 +87,8 @@ def mamba_chunk_scan(
     arguments = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens)
     _check_chunk_scan(*arguments, return_varlen_states)
     with without_autocast(x):
-        seq_idx = _packed_seq_idx(cu_seqlens, x.shape[1]) if seq_idx is None else seq_idx
+        if seq_idx is None and cu_seqlens is not None:
+            seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
         wide = _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states)
         y, final_states, varlen_states = _scan_chunks(
             *wide, A, chunk_size, initial_states, seq_idx, cu_seqlens if return_varlen_states else None
@@ -118,7 +119,8 @@ def ssd_chunk_scan_combined_ref(
     arguments = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens)
     _check_chunk_scan(*arguments, return_varlen_states)
     with without_autocast(x):
-        seq_idx = _packed_seq_idx(cu_seqlens, x.shape[1]) if seq_idx is None else seq_idx
+        if seq_idx is None and cu_seqlens is not None:
+            seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
         rows, dt, B, C = _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states)
         repeats = x.shape[2] // B.shape[2]
         decay = torch.exp(dt * A.to(dt.dtype))                                            # (B, L, H)
@@ -203,13 +205,6 @@ def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> 
     if D is not None:
         y = y + x * (D if D.dim() == 2 else D.unsqueeze(-1)).to(x.dtype)
     return y if z is None else y * F.silu(z.to(x.dtype))
-
-
-def _packed_seq_idx(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    if cu_seqlens is None:
-        return None
-    rows = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).unsqueeze(0)  # (1, L)
 
 
 def _results(out, final_states, varlen_states, return_final_states, return_varlen_states):

@@ -1,0 +1,224 @@
+"""Stacks of residual blocks: behind a token embedding, or behind Drama's stem on (latent, action).
+
+Letters: B batch, L length, M d_model, V vocabulary, Z width of the latent, A width of the action, W convolution width.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from mamba_ssm.models.recurrent_state import RecurrentState
+from mamba_ssm.modules.block import Block, add_norm
+from mamba_ssm.modules.mamba2 import Mamba2
+from mamba_ssm.modules.mamba_simple import Mamba
+from mamba_ssm.modules.mlp import GatedMLP
+from mamba_ssm.ops.checks import check_choice, check_shape
+from mamba_ssm.ops.triton.layer_norm import RMSNorm
+from mamba_ssm.utils.generation import InferenceParams
+
+Tensor = torch.Tensor
+
+MIXERS: dict[str, Callable[..., nn.Module]] = {"Mamba": Mamba, "Mamba2": Mamba2}
+
+
+def create_block(
+    d_model: int,
+    d_intermediate: int = 0,
+    ssm_cfg: dict | None = None,
+    norm_epsilon: float = 1e-5,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+    fused_add_norm: bool = False,
+    layer_idx: int | None = None,
+    dropout: float = 0.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block:
+    """One residual block. ssm_cfg: "layer" ("Mamba", the default, or "Mamba2") and that mixer's arguments."""
+    factory = {"device": device, "dtype": dtype}
+    options = dict(ssm_cfg or {})
+    layer = options.pop("layer", "Mamba")
+    check_choice("create_block", "ssm_cfg['layer']", layer, tuple(MIXERS))
+    mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
+    norm_cls = partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **factory)
+    return Block(
+        d_model, partial(MIXERS[layer], layer_idx=layer_idx, **options, **factory), mlp_cls, norm_cls=norm_cls,
+        fused_add_norm=fused_add_norm, residual_in_fp32=residual_in_fp32, dropout=dropout,
+    )  # fmt: skip
+
+
+def init_weights(
+    module: nn.Module, n_layer: int, initializer_range: float = 0.02, residuals_per_layer: int = 1
+) -> None:
+    """For `apply` on the stack: zero biases, normal embeddings, and the layers that write into the residual stream
+    drawn anew and divided by √(number of branches), so that its variance does not grow with depth."""
+    if isinstance(module, nn.Linear) and module.bias is not None and not getattr(module.bias, "_no_reinit", False):
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=initializer_range)
+    for name in ("out_proj", "fc2"):
+        child = getattr(module, name, None)
+        if isinstance(child, nn.Linear):
+            nn.init.kaiming_uniform_(child.weight, a=math.sqrt(5))
+            with torch.no_grad():
+                child.weight /= math.sqrt(residuals_per_layer * n_layer)
+
+
+class BlockStack(nn.Module):
+    """n_layer residual blocks and a final norm; subclasses put something in front."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_layer: int,
+        d_intermediate: int = 0,
+        ssm_cfg: dict | None = None,
+        norm_epsilon: float = 1e-5,
+        rms_norm: bool = True,
+        fused_add_norm: bool = True,
+        residual_in_fp32: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.d_model, self.fused_add_norm, self.residual_in_fp32 = d_model, fused_add_norm, residual_in_fp32
+        self.layers = nn.ModuleList(
+            create_block(
+                d_model, d_intermediate, ssm_cfg, norm_epsilon, rms_norm, residual_in_fp32, fused_add_norm, layer_idx,
+                dropout, **factory,
+            )
+            for layer_idx in range(n_layer)
+        )  # fmt: skip
+        self.norm_f = (RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon, **factory)
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int | None = None, dtype: torch.dtype | None = None, **kwargs
+    ) -> dict[int, object]:
+        """The mixers' caches by layer index, as `InferenceParams.key_value_memory_dict` holds them."""
+        return {
+            index: layer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+            for index, layer in enumerate(self.layers)
+        }
+
+    def run_blocks(
+        self,
+        hidden_states: Tensor,
+        inference_params: InferenceParams | None = None,
+        state: RecurrentState | None = None,
+        **mixer_kwargs,
+    ) -> Tensor:
+        """Blocks and final norm, (B, L, M) -> (B, L, M); `state` is continued and moved on in place."""
+        residual = None
+        for index, layer in enumerate(self.layers):
+            if state is not None:
+                mixer_kwargs["state"] = state.layers[index]
+            hidden_states, residual = layer(hidden_states, residual, inference_params, **mixer_kwargs)
+        if self.fused_add_norm:
+            return add_norm(self.norm_f, hidden_states, residual)
+        stream = hidden_states if residual is None else hidden_states + residual
+        return self.norm_f(stream.to(self.norm_f.weight.dtype))
+
+
+class MixerModel(BlockStack):
+    """Token embedding and blocks."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_layer: int,
+        d_intermediate: int,
+        vocab_size: int,
+        ssm_cfg: dict | None = None,
+        norm_epsilon: float = 1e-5,
+        rms_norm: bool = False,
+        initializer_cfg: dict | None = None,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """initializer_cfg: arguments of `init_weights`."""
+        super().__init__(
+            d_model, n_layer, d_intermediate, ssm_cfg, norm_epsilon, rms_norm, fused_add_norm, residual_in_fp32,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
+        residuals = 1 if d_intermediate == 0 else 2
+        self.apply(partial(init_weights, n_layer=n_layer, residuals_per_layer=residuals, **(initializer_cfg or {})))
+
+    def forward(self, input_ids: Tensor, inference_params: InferenceParams | None = None, **mixer_kwargs) -> Tensor:
+        """input_ids (B, L) integers -> (B, L, M); mixer_kwargs: seq_idx (B, L), cu_seqlens (S+1) ..."""
+        return self.run_blocks(self.embedding(input_ids), inference_params=inference_params, **mixer_kwargs)
+
+
+class MambaWrapperModel(BlockStack):
+    """Drama's sequence core: stem on concat(latent, action), blocks, final norm.
+
+    The state that `init_state` makes is moved on in place by `forward` and `step`; nothing is differentiated through it.
+    The parallel pass and as many steps give the same outputs and leave the same state."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_layer: int,
+        stoch_dim: int,
+        action_dim: int,
+        d_intermediate: int = 0,
+        ssm_cfg: dict | None = None,
+        dropout: float = 0.0,
+        norm_epsilon: float = 1e-5,
+        rms_norm: bool = True,
+        initializer_cfg: dict | None = None,
+        fused_add_norm: bool = True,
+        residual_in_fp32: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """stoch_dim Z and action_dim A are the widths of the inputs; dropout acts on each block's branches."""
+        super().__init__(
+            d_model, n_layer, d_intermediate, ssm_cfg, norm_epsilon, rms_norm, fused_add_norm, residual_in_fp32,
+            dropout, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.stoch_dim, self.action_dim = stoch_dim, action_dim
+        self.stem = nn.Sequential(
+            nn.Linear(stoch_dim + action_dim, d_model, device=device, dtype=dtype),
+            RMSNorm(d_model, eps=norm_epsilon, device=device, dtype=dtype),
+            nn.SiLU(),
+        )
+        residuals = 1 if d_intermediate == 0 else 2
+        self.apply(partial(init_weights, n_layer=n_layer, residuals_per_layer=residuals, **(initializer_cfg or {})))
+
+    def init_state(
+        self, batch_size: int, max_seqlen: int | None = None, device: torch.device | str | None = None
+    ) -> RecurrentState:
+        """Zeros: the start of a sequence in each of batch_size rows. Its size does not depend on max_seqlen."""
+        caches = self.allocate_inference_cache(batch_size, max_seqlen, device=device)
+        return RecurrentState(tuple(caches.values()))
+
+    def forward(
+        self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None = None, state: RecurrentState | None = None
+    ) -> Tensor:
+        """stoch (B, L, Z), action (B, L, A), floating point; seq_idx (B, L) integers: rows of different index don't see
+        each other; state: continued by the first row, whose seq_idx it belongs to, and left as after the last row.
+        -> (B, L, M), row t has seen rows up to and with t"""
+        check_shape("MambaWrapperModel", "stoch", stoch, "(B, L, Z)", (None, None, self.stoch_dim))
+        check_shape("MambaWrapperModel", "action", action, "(B, L, A)", (*stoch.shape[:2], self.action_dim))
+        check_shape("MambaWrapperModel", "seq_idx", seq_idx, "(B, L)", stoch.shape[:2])
+        if state is not None and state.batch_size != stoch.shape[0]:
+            raise ValueError(f"MambaWrapperModel: state has {state.batch_size} rows, expected B = {stoch.shape[0]}")
+        hidden_states = self.stem(torch.cat([stoch, action], dim=-1))
+        return self.run_blocks(hidden_states, state=state, seq_idx=seq_idx)
+
+    def step(self, stoch: Tensor, action: Tensor, state: RecurrentState, reset: Tensor | None = None) -> Tensor:
+        """One row for each sequence: stoch (B, Z), action (B, A); rows that `reset` (B,) bool marks start a new
+        sequence first; `state` is moved on in place.   -> (B, M)"""
+        check_shape("MambaWrapperModel.step", "stoch", stoch, "(B, Z)", (None, self.stoch_dim))
+        check_shape("MambaWrapperModel.step", "reset", reset, "(B,)", stoch.shape[:1])
+        if reset is not None:
+            state.reset_rows(reset)
+        return self(stoch.unsqueeze(1), action.unsqueeze(1), state=state).squeeze(1)

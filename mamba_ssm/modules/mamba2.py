@@ -1,0 +1,217 @@
+"""Mamba-2's mixer: in_proj → (z, x, B, C, Δ), convolution, SiLU → scan, one decay per head → gated norm → out_proj.
+
+Letters: B batch, L length, M d_model, H heads, P headdim, d_ssm = H · P, G ngroups, N d_state, W d_conv, S packed
+sequences.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mamba_ssm.modules.cache import MixerState, RecurrentMixer, readable
+from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
+from mamba_ssm.ops.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    causal_conv1d_varlen_states,
+    causal_conv1d_window,
+)
+from mamba_ssm.ops.checks import check_shape
+from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
+from mamba_ssm.ops.triton.layernorm_gated import RMSNorm
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from mamba_ssm.ops.triton.ssd_combined import NO_LIMIT, mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
+from mamba_ssm.utils.generation import InferenceParams
+
+Tensor = torch.Tensor
+
+NORM_EPS = 1e-5
+
+
+class Mamba2(RecurrentMixer):
+    """Mamba-2's mixer, (B, L, M) -> (B, L, M)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: int = 2,
+        headdim: int = 64,
+        d_ssm: int | None = None,
+        ngroups: int = 1,
+        A_init_range: tuple[float, float] = (1.0, 16.0),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        dt_limit: tuple[float, float] = NO_LIMIT,
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int = 256,
+        use_mem_eff_path: bool = True,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """conv_init draws the convolution uniformly from -conv_init..conv_init (None: torch's default); d_ssm None is
+        expand · M, the channels beyond it are a gated MLP; D_has_hdim gives each channel its D, else each head;
+        use_mem_eff_path runs the whole inner block as one operator where no state enters or leaves."""
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
+        self.headdim, self.ngroups, self.chunk_size, self.dt_limit = headdim, ngroups, chunk_size, tuple(dt_limit)
+        self.d_inner = expand * d_model
+        self.d_ssm = self.d_inner if d_ssm is None else d_ssm
+        self._check_sizes()
+        self.nheads = self.d_ssm // headdim
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
+        self.use_mem_eff_path, self.layer_idx = use_mem_eff_path, layer_idx
+        self.activation = "silu"
+
+        self.conv_dim = self.d_ssm + 2 * ngroups * d_state
+        self.in_proj = nn.Linear(d_model, sum(self._split_sizes()), bias=bias, **factory)
+        self.conv1d = nn.Conv1d(
+            self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, padding=d_conv - 1, bias=conv_bias, **factory
+        )
+        if conv_init is not None:
+            nn.init.uniform_(self.conv1d.weight, -conv_init, conv_init)
+        dt_bias = inverse_softplus_of_dt(self.nheads, dt_min, dt_max, dt_init_floor, device)
+        self.dt_bias = without_weight_decay(nn.Parameter(dt_bias))                        # (H), float32
+        A = torch.empty(self.nheads, device=device, dtype=torch.float32).uniform_(*A_init_range)
+        self.A_log = without_weight_decay(nn.Parameter(torch.log(A)))                     # (H), float32
+        D = torch.ones(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=torch.float32)
+        self.D = without_weight_decay(nn.Parameter(D))
+        if rmsnorm:
+            self.norm = RMSNorm(
+                self.d_ssm, eps=NORM_EPS, group_size=self.d_ssm // ngroups, norm_before_gate=norm_before_gate, **factory
+            )
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
+
+    def _check_sizes(self) -> None:
+        if self.d_ssm % self.headdim:
+            raise ValueError(f"Mamba2: headdim is {self.headdim}, expected a divisor of d_ssm = {self.d_ssm}")
+        if (self.d_ssm // self.headdim) % self.ngroups:
+            heads = self.d_ssm // self.headdim
+            raise ValueError(f"Mamba2: ngroups is {self.ngroups}, expected a divisor of the number of heads = {heads}")
+        if self.d_ssm > self.d_inner:
+            raise ValueError(f"Mamba2: d_ssm is {self.d_ssm}, expected at most expand * d_model = {self.d_inner}")
+
+    def _split_sizes(self) -> list[int]:
+        """Widths of in_proj's parts: gate and value of the MLP, z, (x, B, C), Δ."""
+        d_mlp = self.d_inner - self.d_ssm
+        return [d_mlp, d_mlp, self.d_ssm, self.conv_dim, self.nheads]
+
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """conv_state (d_ssm + 2GN, W), ssm_state (H, P, N)."""
+        return (self.conv_dim, self.d_conv), (self.nheads, self.headdim, self.d_state)
+
+    def forward(
+        self,
+        u: Tensor,
+        seqlen: int | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inference_params: InferenceParams | None = None,
+        state: MixerState | None = None,
+    ) -> Tensor:
+        """u (B, L, M), or (B·L, M) with seqlen = L; seq_idx (B, L) integers, rows of different index don't see each
+        other; cu_seqlens (S+1) integers: starts and end of sequences packed into B = 1 row.
+
+        state (conv_state (B, d_ssm + 2GN, W), ssm_state (B, H, P, N)): the pass continues from it, it belongs to the
+        first row's seq_idx, and is left, in place and without gradient, as it is after the last row. inference_params:
+        the same with the state kept there; with cu_seqlens the S sequences start, and their S final states are kept.
+        -> like u"""
+        flat = seqlen is not None
+        u = u.unflatten(0, (-1, seqlen)) if flat else u
+        check_shape("Mamba2", "u", u, "(B, L, d_model)", (None, None, self.d_model))
+        if cu_seqlens is not None and seq_idx is None:
+            seq_idx = packed_seq_idx(cu_seqlens, u.shape[1])
+        if inference_params is not None:
+            rows = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            state = self.cached_state(inference_params, rows)
+        if state is not None and u.shape[1] == 1 and seq_idx is None:
+            out = self.step(u, *state)[0]
+        else:
+            out = self._whole(u, seq_idx, cu_seqlens, state)
+        return out.flatten(0, 1) if flat else out
+
+    def _whole(self, u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None) -> Tensor:
+        zxbcdt = self.in_proj(u)                                                          # (B, L, sum of the parts)
+        if state is not None or not self.use_mem_eff_path:
+            return self._scan(zxbcdt, seq_idx, cu_seqlens, state)
+        return mamba_split_conv1d_scan_combined(
+            zxbcdt, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.dt_bias, self._A(), self._D(),
+            self.chunk_size, seq_idx=seq_idx, dt_limit=self.dt_limit, activation=self.activation,
+            rmsnorm_weight=self.norm.weight if self.rmsnorm else None, rmsnorm_eps=NORM_EPS,
+            outproj_weight=self.out_proj.weight, outproj_bias=self.out_proj.bias, headdim=self.headdim,
+            ngroups=self.ngroups, norm_before_gate=self.norm_before_gate,
+        )  # fmt: skip
+
+    def _scan(
+        self, zxbcdt: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None
+    ) -> Tensor:
+        packed = cu_seqlens is not None and state is not None                             # no state enters
+        conv_state, ssm_state = (None, None) if state is None or packed else readable(state)
+        gate, value, z, xBC, dt = zxbcdt.split(self._split_sizes(), dim=-1)
+        inputs = xBC.transpose(1, 2)                                                      # (B, d_ssm + 2GN, L)
+        xBC = causal_conv1d_fn(
+            inputs, self.conv1d.weight.squeeze(1), self.conv1d.bias, seq_idx=seq_idx,
+            initial_states=None if conv_state is None else conv_state[:, :, 1:], activation=self.activation,
+        ).transpose(1, 2)  # fmt: skip
+        x, B, C = self._x_B_C(xBC)
+        y, *states = mamba_chunk_scan_combined(
+            x, dt, self._A(), B, C, self.chunk_size, D=self._D(),
+            z=None if self.rmsnorm else z.unflatten(-1, x.shape[2:]), dt_bias=self.dt_bias, initial_states=ssm_state,
+            seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
+            return_varlen_states=packed,
+        )  # fmt: skip
+        if state is not None:
+            inputs = inputs.detach()
+            if packed:
+                window = causal_conv1d_varlen_states(inputs[0].transpose(0, 1), cu_seqlens, self.d_conv)
+            else:
+                window = causal_conv1d_window(inputs, self.d_conv, seq_idx, conv_state)
+            state[0].copy_(window)
+            state[1].copy_(states[-1].detach())
+        return self._norm_and_project(y.flatten(-2), z, gate, value)
+
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One row: hidden_states (B, 1, M), the states as in `forward`, moved on in place.
+        -> (out (B, 1, M), conv_state, ssm_state)"""
+        check_shape("Mamba2.step", "hidden_states", hidden_states, "(B, 1, d_model)", (None, 1, self.d_model))
+        gate, value, z, xBC, dt = self.in_proj(hidden_states.squeeze(1)).split(self._split_sizes(), dim=-1)
+        xBC = causal_conv1d_update(xBC, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
+        x, B, C = self._x_B_C(xBC)                                                        # (B, H, P), (B, G, N) twice
+        dt_bias, limited = self.dt_bias, self.dt_limit != NO_LIMIT
+        if limited:
+            dt, dt_bias = F.softplus(dt.to(accumulate_dtype(dt)) + dt_bias).clamp(*self.dt_limit), None
+        heads = (self.nheads, self.headdim)
+        D = self._D() if self.D_has_hdim else self.D[:, None].expand(heads)
+        y = selective_state_update(
+            ssm_state, x, dt.unsqueeze(-1).expand(-1, *heads), self._A()[:, None, None].expand(*heads, self.d_state),
+            B, C, D=D, z=None if self.rmsnorm else z.unflatten(-1, heads),
+            dt_bias=None if limited else dt_bias[:, None].expand(heads), dt_softplus=not limited,
+        )  # fmt: skip
+        return self._norm_and_project(y.flatten(-2), z, gate, value).unsqueeze(1), conv_state, ssm_state
+
+    def _x_B_C(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., d_ssm + 2GN) -> (..., H, P), (..., G, N), (..., G, N)."""
+        widths = [self.d_ssm, self.ngroups * self.d_state, self.ngroups * self.d_state]
+        x, B, C = xBC.split(widths, dim=-1)
+        groups = (self.ngroups, self.d_state)
+        return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+
+    def _norm_and_project(self, y: Tensor, z: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+        y = self.norm(y, z) if self.rmsnorm else y
+        y = torch.cat([F.silu(gate) * value, y], dim=-1) if self.d_inner > self.d_ssm else y
+        return self.out_proj(y)
+
+    def _A(self) -> Tensor:
+        return -torch.exp(self.A_log.to(accumulate_dtype(self.A_log)))                    # (H)
+
+    def _D(self) -> Tensor:
+        return self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
