@@ -162,6 +162,8 @@ class MambaWrapperModel(BlockStack):
     The state that `init_state` makes is moved on in place by `forward` and `step`; nothing is differentiated through it.
     The parallel pass and as many steps give the same outputs and leave the same state."""
 
+    max_seqlen: int | None = None                       # a recurrent state serves sequences of any length
+
     def __init__(
         self,
         d_model: int,
