@@ -248,9 +248,12 @@ def _open_verified(folder: Path, file: _File, expected_bytes: int) -> Iterator[B
             found = os.fstat(stream.fileno()).st_size
             if found != expected_bytes:
                 raise ReplayFileError(f"replay file {path} has {found} bytes, expected {expected_bytes}")
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != file.sha256:
-                raise ReplayFileError(f"replay file {path} has sha256 {digest[:16]}, expected {file.sha256[:16]}")
+            digest = hashlib.sha256()
+            while block := stream.read(1 << 20):
+                digest.update(block)
+            if digest.hexdigest() != file.sha256:
+                found = digest.hexdigest()[:16]
+                raise ReplayFileError(f"replay file {path} has sha256 {found}, expected {file.sha256[:16]}")
             stream.seek(0)
             yield stream
     except OSError as error:
@@ -412,6 +415,17 @@ class ReplayBuffer:
         first = self._written - length - stride * (count - 1)
         starts = torch.arange(first, first + stride * count, stride) if stride else torch.full((count,), first)
         return self._gather((starts % self.ring_length).to(self.device), length)
+
+    def recent_sequences(self, count: int, length: int) -> Batch:
+        """The newest runs of `length` rows, up to `count` of them, newest first, no row twice: for looking at.
+
+        Neither the counters nor the random state change.
+        """
+        self._require_starts("recent_sequences", length, 1)
+        per_env = min(self._written, self.ring_length) // length
+        place = torch.arange(min(count, self.num_envs * per_env), device=self.device)
+        slot = (self._written - (place // self.num_envs + 1) * length) % self.ring_length
+        return self._gather(place % self.num_envs * self.ring_length + slot, length)
 
     def save(self, folder: str | os.PathLike) -> dict[str, Any]:
         """Write what `folder` lacks of the rows held, and all counters; return the manifest for `load` (plain data).

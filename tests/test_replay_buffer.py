@@ -214,6 +214,23 @@ def test_can_sample_waits_for_rows_and_for_starts():
     replay.sample_sequences()
 
 
+@pytest.mark.parametrize("written", [6, 12, 17])
+def test_recent_sequences_are_the_newest_rows_and_leave_no_trace(written):
+    """Fails if pictures show old rows, or if drawing them changes what is sampled next."""
+    replay = make_replay(capacity=24, num_envs=2)
+    fill(replay, written)
+    before = copy.deepcopy(replay)
+    random_state = torch.get_rng_state()
+    tags = tags_of(replay.recent_sequences(count=3, length=3))
+    first = torch.tensor([1000 * (written - 3), 1000 * (written - 3) + 1, 1000 * (written - 6)])
+    assert torch.equal(tags, first[:, None] + 1000 * torch.arange(3))
+    assert tags_of(replay.recent_sequences(count=100, length=6)).shape == (2 * (min(written, 12) // 6), 6)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert_same_content(replay, before)
+    with pytest.raises(RuntimeError, match="recent_sequences: 0 of the"):
+        replay.recent_sequences(count=1, length=13)
+
+
 def test_appended_arrays_may_be_reused_and_tensors_are_taken():
     """Fails if the buffer keeps a view of the caller's memory, or treats tensors, lists and frozen arrays otherwise."""
     replay = make_replay(batch_size=1, batch_length=4)
