@@ -6,9 +6,12 @@ Operators in `torch.ops.mamba_ssm_native` (schemas and autograd in csrc/selectiv
 """
 
 import importlib.machinery
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from mamba_ssm.ops.tiers import register, register_unavailable
 
 Tensor = torch.Tensor
 
@@ -48,6 +51,15 @@ def why_not(device: str) -> str | None:
     return None
 
 
+def register_native(operator: str, **functions: Callable) -> None:
+    """Register `functions` (tier "cpu" or "cuda" -> implementation) of `operator`, or why they can't be had."""
+    for tier, function in functions.items():
+        if (reason := why_not(tier)) is None:
+            register(operator, tier, function)
+        else:
+            register_unavailable(operator, tier, reason)
+
+
 def selective_scan(
     u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, seq_idx, initial_state
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -56,6 +68,15 @@ def selective_scan(
         u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state
     )
     return (out, last_state) if return_last_state else out
+
+
+def selective_state_update(
+    state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices
+) -> Tensor:
+    """`selective_state_update` in C++; nothing is differentiated, arguments are checked already."""
+    return torch.ops.mamba_ssm_native.selective_state_update(
+        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices
+    )
 
 
 def _fake_forward(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state, save_states):

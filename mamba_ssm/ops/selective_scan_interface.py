@@ -10,6 +10,8 @@ Letters: B batch, L length, D channels, N state size, G groups, R rank of delta,
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm.ops._native import register_native
+from mamba_ssm.ops._native import selective_scan as native_selective_scan
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, sequence_starts, without_autocast
@@ -115,6 +117,7 @@ def _spread(weight: Tensor, u: Tensor, A: Tensor) -> Tensor:
 
 
 register("selective_scan", "reference", _selective_scan_reference)
+register_native("selective_scan", cpu=native_selective_scan, cuda=native_selective_scan)
 
 
 def mamba_inner_fn(

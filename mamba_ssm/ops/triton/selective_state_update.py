@@ -8,6 +8,8 @@ Letters: B batch, D channels, N state size; or H heads, P headdim, G groups; S r
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm.ops._native import register_native
+from mamba_ssm.ops._native import selective_state_update as native_state_update
 from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
@@ -82,6 +84,12 @@ def _update_reference(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_b
         return out.to(x.dtype)
 
 
+def _update_native(*arguments):
+    """The C++ step, or the reference where a gradient is wanted, which the C++ step has none of."""
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+    return _update_reference(*arguments) if wanted else native_state_update(*arguments)
+
+
 def _unexpanded(tensor: Tensor, first: int) -> Tensor:
     """Axes from `first` on that `expand` made (stride 0) back to size 1: one exp for all copies."""
     for axis in range(first, tensor.dim()):
@@ -100,6 +108,7 @@ def _spread(weight: Tensor, x: Tensor) -> Tensor:
 
 
 register("selective_state_update", "reference", _update_reference)
+register_native("selective_state_update", cpu=_update_native)
 
 
 def _check_update(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices) -> None:
