@@ -335,7 +335,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_rules(self) -> "Config":
-        for rule in (_image_faults, _sequence_model_faults, _replay_faults, _context_faults, _run_faults):
+        for rule in (_image_faults, _sequence_model_faults, _replay_faults, _context_faults, _device_faults):
             for fault in rule(self):
                 raise ValueError(fault)
         return self
@@ -430,13 +430,8 @@ def _context_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _run_faults(config: Config) -> Iterator[str]:
-    basic, evaluate = config.BasicSettings, config.Evaluate
-    if evaluate.EpisodeNum < evaluate.NumEnvs:
-        yield (
-            f"Evaluate.EpisodeNum = {evaluate.EpisodeNum}: fewer episodes than environments; lower "
-            f"Evaluate.NumEnvs = {evaluate.NumEnvs} too"
-        )
+def _device_faults(config: Config) -> Iterator[str]:
+    basic = config.BasicSettings
     on_cuda = basic.Device.startswith("cuda")
     if (basic.Kernels in ("cuda", "triton") and basic.Device == "cpu") or (basic.Kernels == "cpu" and on_cuda):
         yield f"BasicSettings.Kernels = {basic.Kernels}: does not run on BasicSettings.Device = {basic.Device}"

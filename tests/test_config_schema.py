@@ -273,7 +273,6 @@ TRANSFORMER = ("Models.WorldModel.Backbone", "Transformer")
         ([TRANSFORMER, ("JointTrainAgent.BatchLength", 23)], "BatchLength = 23.*24"),
         ([TRANSFORMER, ("JointTrainAgent.RealityContextLength", 129)], "BatchLength = 128.*129"),
         ([("BasicSettings.Env_name", "dmc/walker-walk"), ("Models.Agent.Unimix_ratio", 0.01)], "Unimix.*continuous"),
-        ([("Evaluate.EpisodeNum", 9)], "EpisodeNum = 9.*NumEnvs = 10"),
         ([("BasicSettings.Device", "cpu"), ("BasicSettings.Kernels", "cuda")], "Kernels = cuda.*Device = cpu"),
         ([("BasicSettings.Device", "cpu"), ("BasicSettings.Kernels", "triton")], "Kernels = triton.*Device = cpu"),
         ([("BasicSettings.Device", "cuda:0"), ("BasicSettings.Kernels", "cpu")], "Kernels = cpu.*Device = cuda:0"),
