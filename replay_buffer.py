@@ -416,17 +416,6 @@ class ReplayBuffer:
         starts = torch.arange(first, first + stride * count, stride) if stride else torch.full((count,), first)
         return self._gather((starts % self.ring_length).to(self.device), length)
 
-    def recent_sequences(self, count: int, length: int) -> Batch:
-        """The newest runs of `length` rows, up to `count` of them, newest first, no row twice: for looking at.
-
-        Neither the counters nor the random state change.
-        """
-        self._require_starts("recent_sequences", length, 1)
-        per_env = min(self._written, self.ring_length) // length
-        place = torch.arange(min(count, self.num_envs * per_env), device=self.device)
-        slot = (self._written - (place // self.num_envs + 1) * length) % self.ring_length
-        return self._gather(place % self.num_envs * self.ring_length + slot, length)
-
     def save(self, folder: str | os.PathLike) -> dict[str, Any]:
         """Write what `folder` lacks of the rows held, and all counters; return the manifest for `load` (plain data).
 
