@@ -4,12 +4,14 @@ Each check yields findings: ok, note (it runs, but not as well as it could) or f
 """
 
 import importlib
+import logging
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -46,7 +48,7 @@ def doctor(config: Config, out: TextIO | None = None) -> int:
     """Report on every check; returns 0 if the configuration can run here, else 1."""
     out = sys.stdout if out is None else out
     failures = 0
-    for check in (_software, _device, _kernels, _environment, _families, _checkpoint, _memory, _disk):
+    for check in (_software, _device, _kernels, _families, _checkpoint, _run_folder, _environment, _resources):
         for finding in _guarded(check, config):
             failures += finding.status == "fail"
             print(f"{finding.status:>4}  {finding.subject}: {finding.text}", file=out)
@@ -146,21 +148,32 @@ def _kernels(config: Config) -> Iterator[Finding]:
 def _sequence_model_error(config: Config, device: torch.device) -> float:
     """Largest relative error of output and gradients, chosen tier against reference tier, over one short batch."""
     section = config.Models.WorldModel
-    with isolated_rng(0):
+    with isolated_rng(0), _silenced(logging.getLogger(tiers.__name__)):
         stoch_dim, action_dim = section.CategoricalDim * section.ClassDim, 6
         model = build_sequence_model(config, stoch_dim, action_dim).to(device).eval()
         length = min(19, config.JointTrainAgent.BatchLength)
         stoch = torch.randn(2, length, stoch_dim, device=device)              # (B, L, Z)
         action = torch.randn(2, length, action_dim, device=device)            # (B, L, A)
         seq_idx = torch.arange(length, device=device).ge(length // 2).int().expand(2, length).contiguous()
+        weights = torch.randn(2, length, section.HiddenStateDim, device=device)
         results = []
         for tier in (config.BasicSettings.Kernels, "reference"):
             model.zero_grad()
             with tiers.use_tier(tier):
                 deter = model(stoch, action, seq_idx)                         # (B, L, D)
-                deter.square().mean().backward()
+                (deter * weights).sum().backward()                            # a plain sum is fixed by the last norm
             results.append([deter.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     return max(((a - b).norm() / b.norm().clamp_min(1e-12)).item() for a, b in zip(*results, strict=True))
+
+
+@contextmanager
+def _silenced(log: logging.Logger) -> Iterator[None]:
+    """The self-test asks for the slow tier on purpose; no warning about that."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _chosen_device(config: Config) -> torch.device:
@@ -221,14 +234,17 @@ class Needs:
     training: int                                # weights, gradients, moments and activations of one update
 
 
-def needs_of(config: Config) -> Needs:
-    """An estimate from the configuration alone, but for the number of actions, which the environment tells.
+def needs_of(config: Config) -> Needs | None:
+    """An estimate from the configuration and the environment's spaces; None where the environment can't be made.
 
     Activations: of every convolution, in both stacks, over all frames of a batch, before the norm, after it and after
     the activation; the rollouts' features. The rest is small beside them.
     """
     train, section = config.JointTrainAgent, config.Models.WorldModel
-    env = make_env(config.BasicSettings.Env_name, config, seed=0)
+    try:
+        env = make_env(config.BasicSettings.Env_name, config, seed=0)
+    except (UnknownEnvironment, ImportError):
+        return None
     spaces = env.observation_space, env.action_space
     env.close()
     cpu = torch.device("cpu")
@@ -256,33 +272,38 @@ def _layer_values(part: Any) -> int:
     return values
 
 
-def _memory(config: Config) -> Iterator[Finding]:
-    needs, device = needs_of(config), _chosen_device(config)
-    on_gpu = config.BasicSettings.ReplayBufferOnGPU and device.type == "cuda"
-    fix = "--JointTrainAgent.BatchSize or BufferMaxLength lower"
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        wanted = needs.training + on_gpu * needs.replay
-        gpu_fix = "--BasicSettings.ReplayBufferOnGPU false" if on_gpu and needs.training <= free else fix
-        yield _room(f"memory of {device}", wanted, free, gpu_fix)
-    host = needs.replay * (not on_gpu) + needs.training * (device.type == "cpu")
-    yield _room("host memory", host, _free_host_memory(), fix)
-
-
-def _disk(config: Config) -> Iterator[Finding]:
-    folder = Path(config.BasicSettings.RunDir).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+def _run_folder(config: Config) -> Iterator[Finding]:
+    existing = _existing_folder(config)
     try:
         with tempfile.NamedTemporaryFile(dir=existing):
             pass
     except OSError as error:
-        yield Finding("fail", "disk", f"{existing}: {error.strerror}", "--BasicSettings.RunDir with a writable folder")
+        yield Finding("fail", "run folder", f"{existing}: {error.strerror}", "--BasicSettings.RunDir, a writable one")
+    else:
+        yield Finding("ok", "run folder", f"{existing} can be written to")
+
+
+def _existing_folder(config: Config) -> Path:
+    folder = Path(config.BasicSettings.RunDir).absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _resources(config: Config) -> Iterator[Finding]:
+    needs, device = needs_of(config), _chosen_device(config)
+    if needs is None:                                                         # `_environment` says why
         return
-    needs = needs_of(config)
+    on_gpu = config.BasicSettings.ReplayBufferOnGPU and device.type == "cuda"
+    fix = "--JointTrainAgent.BatchSize or BufferMaxLength lower"
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        gpu_fix = "--BasicSettings.ReplayBufferOnGPU false" if on_gpu and needs.training <= free else fix
+        yield _room(f"memory of {device}", needs.training + on_gpu * needs.replay, free, gpu_fix)
+    host = needs.replay * (not on_gpu) + needs.training * (device.type == "cpu")
+    yield _room("host memory", host, _free_host_memory(), fix)
     checkpoints = 2 * needs.weights * (OPTIMISER_COPIES - 1)                  # one stays until the next is whole
-    wanted = (checkpoints + needs.replay) * config.JointTrainAgent.SaveModels
-    free = shutil.disk_usage(existing).free
-    yield _room(f"disk at {existing}", wanted, free, "--BasicSettings.RunDir on a larger disk")
+    disk = (checkpoints + needs.replay) * config.JointTrainAgent.SaveModels
+    free = shutil.disk_usage(_existing_folder(config)).free
+    yield _room("disk", disk, free, "--BasicSettings.RunDir on a larger disk")
 
 
 def _room(subject: str, wanted: float, free: float, fix: str) -> Finding:
