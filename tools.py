@@ -274,19 +274,34 @@ def read_metrics(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 class TensorBoardTracker:
-    """Mirrors metrics.jsonl into TensorBoard; events from `purge_step` on that an earlier process wrote are hidden."""
+    """Mirrors metrics.jsonl into TensorBoard; events from `purge_step` on that an earlier process wrote are hidden.
+
+    Writes the records itself: torch's SummaryWriter does it in a thread, which dies on a full disk with a traceback,
+    and which processes that are forked later would lack.
+    """
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, and starts a thread
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # takes a second
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._event, self._summary = Event, Summary
+        self._file = open(folder / f"events.out.tfevents.{time.time_ns()}.{platform.node()}.{os.getpid()}", "wb")  # noqa: SIM115  closed by close()
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if purge_step is not None:
+            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._file.flush()
 
 
 class WandbTracker:
@@ -386,8 +401,13 @@ class Progress:
         now = time.monotonic()
         rate = (step - self._line_step) / max(now - self._line_time, 1e-9)  # steps/s
         left = tqdm.format_interval((self._total - step) / rate) if rate > 0 else "?"
-        tqdm.write(f"step {step}/{self._total}  {rate:.1f} step/s  left {left}  {status}", file=sys.stderr)
+        _say(f"step {step}/{self._total}  {rate:.1f} step/s  left {left}  {status}")
         self._line_step, self._line_time = step, now
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may go to the disk that is full, and then there is nobody left to tell
+        tqdm.write(text, file=sys.stderr)
 
 
 class _BarHandler(logging.Handler):
@@ -396,7 +416,7 @@ class _BarHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "drama":
             level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-            tqdm.write(f"{level}{record.getMessage()}", file=sys.stderr)
+            _say(f"{level}{record.getMessage()}")
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -545,7 +565,7 @@ class Run:
         self._progress.close()
         self._trackers.close()
         self._metrics.close()
-        if picture:
+        if picture and (self.folder / "metrics.jsonl").stat().st_size:
             with self._warning_if_full("the learning curve"):
                 learning_curve(self.folder)
         logging.getLogger().removeHandler(self._handler)
