@@ -32,8 +32,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
-WEIGHT_BITS = 40            # a row e^-27.7 times as likely as the likeliest is drawn with probability 0: 1e-12 each
-MAX_CHUNK_BYTES = 256 << 20  # bounds the host memory that saving and loading take besides the rings
+WEIGHT_BITS = 40               # rows less than 2^-40 = 1e-12 times as likely as the likeliest are never drawn
+MAX_CHUNK_BYTES = 256 << 20    # bounds the host memory that saving and loading take besides the rings
 _OWN_FILES = re.compile(r"(rows-\d+-\d+|counters-\d+)-[0-9a-f]{16}\.bin|replay\.tmp")
 _TEMPORARY = "replay.tmp"
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -92,7 +92,7 @@ def draw_with_replacement(logits: Tensor, valid: Tensor, count: int) -> Tensor:
     cumulative = weights.cumsum(0)
     total = cumulative[-1:]
     uniform = torch.rand(count, dtype=torch.float64, device=logits.device)
-    ticket = torch.minimum((uniform * total).long(), total - 1)               # fp64 rounding may reach total itself
+    ticket = torch.minimum((uniform * total).long(), total - 1)               # inside, however the product rounds
     return torch.searchsorted(cumulative, ticket, right=True)                 # first index whose sum exceeds the ticket
 
 
@@ -447,10 +447,10 @@ class ReplayBuffer:
         file is verified before its content is used; after a refusal the buffer is empty.
         """
         folder = Path(folder)
-        saved = _parse_manifest(manifest)
-        self._check_same_layout(saved)
         self._set_written(0)
         self._chunks = []
+        saved = _parse_manifest(manifest)
+        self._check_same_layout(saved)
         oldest = max(0, saved.rows_written - self.ring_length)
         covered = oldest
         for chunk in saved.chunks:

@@ -286,12 +286,12 @@ def test_world_model_starts_follow_their_counters(device, out_device, sampling, 
     for env, n in itertools.product(range(2), range(written - 9, written - 5)):
         slot = n % 9
         probability[env * 9 + slot] = np.exp(-v[env, slot].item() / 4.0) if sampling == "dynamic" else 1.0
-    starts = []
-    for _ in range(4000):
+    batches = []
+    for _ in range(3000):
         set_counters(replay, v, torch.zeros_like(v))
-        tag = tags_of(replay.sample_sequences())[0, 0].item()
-        starts.append(tag % 1000 * 9 + tag // 1000 % 9)
-    assert_frequencies(torch.tensor(starts), probability)
+        batches.append(replay.sample_sequences())
+    first = tags_of(Batch(*map(torch.cat, zip(*batches, strict=True))))[:, 0]
+    assert_frequencies(first % 1000 * 9 + first // 1000 % 9, probability)
 
 
 @pytest.mark.parametrize(("device", "out_device"), PLACEMENTS)
@@ -429,6 +429,10 @@ def assert_same_content(loaded: ReplayBuffer, saved: ReplayBuffer) -> None:
         assert torch.equal(loaded._data[name][:, :held].cpu(), data[:, :held].cpu()), name
 
 
+def named_files(manifest: dict) -> set[str]:
+    return {file["name"] for file in [*manifest["chunks"], manifest["counters"]]}
+
+
 def json_copy(manifest: dict) -> dict:
     return json.loads(json.dumps(manifest))
 
@@ -459,7 +463,7 @@ def test_every_save_of_a_history_loads_exactly(tmp_path_factory, num_envs, ring_
         assert_same_content(loaded, saved)
     kept, saved = history[-1]
     replay.prune(folder, [kept])
-    assert {path.name for path in folder.iterdir()} == {f["name"] for f in [*kept["chunks"], kept["counters"]]}
+    assert {path.name for path in folder.iterdir()} == named_files(kept)
     loaded = make_replay(**arguments)
     loaded.load(folder, kept)
     assert_same_content(loaded, saved)
@@ -532,7 +536,7 @@ def test_prune_keeps_what_is_needed(tmp_path):
         make_replay(capacity=16, batch_length=3).load(tmp_path, manifest)
     replay.prune(tmp_path, [new])
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"notes.txt", *(file["name"] for file in [*new["chunks"], new["counters"]])}
+    assert names == {"notes.txt"} | named_files(new)
     replay.prune(tmp_path, [])                               # the next save still builds on this buffer's files
     fill(replay, 1, start=30)
     loaded = make_replay(capacity=16, batch_length=3)
@@ -555,6 +559,47 @@ def test_a_crash_before_the_manifest_confuses_nobody(tmp_path):
         loaded = make_replay()
         loaded.load(tmp_path, kept)
         assert_same_content(loaded, expected)
+
+
+class Killed(BaseException):
+    """The process ends here: nothing may catch it, nothing after it runs."""
+
+
+@pytest.mark.parametrize("moment", range(1, 9))
+@pytest.mark.parametrize(("owner", "call"), [(os, "fsync"), (Path, "replace"), (Path, "open")])
+def test_killed_at_any_moment_of_a_save(tmp_path, monkeypatch, owner, call, moment):
+    """At each system call of a save in several files: the last manifest still loads, and saving goes on from it."""
+    monkeypatch.setattr(replay_buffer, "MAX_CHUNK_BYTES", 4 * (row_nbytes(OBS_SHAPE, ()) - 8))
+    replay = make_replay(capacity=16, batch_length=3)
+    fill(replay, 10)
+    manifest = replay.save(tmp_path)
+    saved = copy.deepcopy(replay)
+    fill(replay, 12, start=10)
+    calls, original = itertools.count(1), getattr(owner, call)
+
+    def killed_here(*args):
+        if next(calls) == moment:
+            raise Killed
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, killed_here)
+        try:
+            replay.save(tmp_path)
+        except Killed:
+            pass
+        else:
+            assert moment > 4, "a save in several files has more calls than that"
+    resumed = make_replay(capacity=16, batch_length=3)
+    resumed.load(tmp_path, manifest)
+    assert_same_content(resumed, saved)
+    fill(resumed, 12, start=30)
+    manifest = resumed.save(tmp_path)
+    resumed.prune(tmp_path, [manifest])
+    assert {path.name for path in tmp_path.iterdir()} == named_files(manifest)
+    loaded = make_replay(capacity=16, batch_length=3)
+    loaded.load(tmp_path, manifest)
+    assert_same_content(loaded, resumed)
 
 
 def test_a_failing_disk_leaves_the_last_save_whole(tmp_path, monkeypatch):
