@@ -159,7 +159,7 @@ class MixerModel(BlockStack):
 class MambaWrapperModel(BlockStack):
     """Drama's sequence core: stem on concat(latent, action), blocks, final norm.
 
-    The state that `init_state` makes is moved on in place by `forward` and `step`; nothing is differentiated through it.
+    `forward` and `step` move the state that `init_state` makes on in place; nothing is differentiated through it.
     The parallel pass and as many steps give the same outputs and leave the same state."""
 
     max_seqlen: int | None = None                       # a recurrent state serves sequences of any length

@@ -15,10 +15,10 @@ Tensor = torch.Tensor
 
 
 def segsum(x: Tensor) -> Tensor:
-    """x (..., Q) -> (..., Q, Q) with entry (i, j) = Σ_{j<k<=i} x_k for i >= j, else -inf; summed without differences."""
+    """x (..., Q) -> (..., Q, Q) with entry (i, j) = Σ_{j<k<=i} x_k for i >= j, else -inf."""
     size = x.shape[-1]
     row = torch.arange(size, device=x.device)
-    terms = x.unsqueeze(-1).expand(*x.shape, size).masked_fill(row[:, None] <= row, 0.0)  # (k, j): x_k where k > j
+    terms = x.unsqueeze(-1).expand(*x.shape, size).masked_fill(row[:, None] <= row, 0.0)  # x_k where k > j
     return terms.cumsum(dim=-2).masked_fill(row[:, None] < row, -torch.inf)
 
 
