@@ -118,9 +118,7 @@ def _check_frames(frames: np.ndarray, dims: int, name: str, channels: tuple[int,
 def save_mp4(path: str | Path, frames: np.ndarray, fps: float = 15, scale: int | None = None) -> None:
     """frames (T, H, W, C) uint8, C = 3 (RGB) or 1 (grey) -> H.264 that every player reads.
 
-    Odd sizes grow by a row or a column.
-
-    scale: whole-number enlargement, None = enough to see small frames.
+    Odd sizes grow by a row or a column. scale: whole-number enlargement, None = enough to see small frames.
     """
     _check_frames(frames, 4, "save_mp4", channels=(1, 3))
     scale = scale or max(1, math.ceil(_VIEWABLE / frames.shape[1]))
@@ -132,9 +130,7 @@ def save_mp4(path: str | Path, frames: np.ndarray, fps: float = 15, scale: int |
         ) as writer:
             for frame in frames:
                 writer.append_data(_video_frame(frame, scale))
-        if _count_frames(temporary) != len(
-            frames
-        ):  # ffmpeg's last words, on a full disk too, are not checked by imageio
+        if _count_frames(temporary) != len(frames):  # imageio overlooks that ffmpeg failed when it closed the file
             raise OSError(f"ffmpeg could not write all of {path.name}")
         os.replace(temporary, path)
     finally:

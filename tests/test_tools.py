@@ -561,16 +561,20 @@ def test_a_disk_that_is_really_full(tiny_disk, caplog):
 
 
 def test_a_damaged_newest_checkpoint_falls_back(config, caplog):
-    """Its metric lines go with it, so that none is doubled when its steps are run again."""
+    """Its metric lines go with it, so that none is doubled when its steps are run again; the older's replay is there."""
+    replay = make_replay()
     with open_run(config) as run:
         for step in range(1, 4):
+            add_row(replay, step)
             run.log(step, {"a": step})
-            newest = run.save_checkpoint(step, model=MODEL, train={"step": step})
+            newest = run.save_checkpoint(step, model=MODEL, train={"step": step}, replay=replay)
     (newest / "train.pt").write_bytes(b"")
     with open_run(None, run.folder) as resumed:
-        assert resumed.load_checkpoint().train == {"step": 2}
+        checkpoint, restored = resumed.load_checkpoint(), make_replay()
+        restored.load(run.folder / "replay", checkpoint.replay)
+        assert checkpoint.train == {"step": 2} and len(restored) == 2
         assert [record["step"] for record in lines(run.folder)] == [1, 2]
-        resumed.save_checkpoint(3, model=MODEL, train={})
+        resumed.save_checkpoint(3, model=MODEL, train={}, replay=restored)
     assert "step_000000003" in caplog.text
 
 
@@ -592,6 +596,11 @@ def make_replay():
     )  # fmt: skip
 
 
+def add_row(replay, step):
+    obs = np.full((1, 8, 8, 3), step % 256, np.uint8)
+    replay.append(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(1, bool), np.zeros(1, bool))
+
+
 def train_until_killed(folder, ready):
     """Steps that each log, and save every third: as a real run does, only faster."""
     with open_run(None, folder) as run:
@@ -600,8 +609,7 @@ def train_until_killed(folder, ready):
             replay.load(run.folder / "replay", checkpoint.replay)
         ready.put(run.start_step)
         for step in range(run.start_step + 1, 1_000_000):
-            obs = np.full((1, 8, 8, 3), step % 256, np.uint8)
-            replay.append(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(1, bool), np.zeros(1, bool))
+            add_row(replay, step)
             run.accumulate({"agent/loss": torch.tensor(float(step))})
             run.log(step, {"x": step})
             if step % 5 == 0:
