@@ -84,6 +84,7 @@ logger = logging.getLogger("drama.tools")
 EPISODE_RETURN = "episode/return"  # logged once for each episode that ends
 EVALUATION_RETURN = "evaluation/return_mean"
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
+REPORT_EPISODES = 50  # episodes behind a score of the run's last words
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
 UNWRITTEN_LINES = 10_000  # metric lines kept in memory while the disk is full
@@ -638,6 +639,19 @@ class Run:
         losses = [f"{name.removesuffix('/loss')} {value:.4g}" for name, value in self._losses.items()]
         return "  ".join([score, *losses[:3]])
 
+    def report(self) -> str:
+        """The run's last words: how the return developed, and where to look."""
+        steps, returns = read_metrics(self.folder).get(EPISODE_RETURN, (np.empty(0), np.empty(0)))
+        points = ["no episode ended"]
+        if len(returns):
+            window = min(REPORT_EPISODES, len(returns))
+            means = _moving_mean(returns, window)
+            shown = np.unique(np.linspace(0, len(means) - 1, 6).round().astype(int))
+            points = [f"mean return of {window} episodes, by step:"]
+            points += [f"  {steps[i + window - 1]:>9}  {means[i]:.3f}" for i in shown]
+        folder = self.folder / "pictures"
+        return "\n".join([*points, f"learning curve: {folder / 'learning_curve.png'}", f"pictures: {folder}"])
+
     def state_dict(self) -> dict:
         return {"sums": self._sums.state_dict(), "returns": list(self._returns), "losses": dict(self._losses)}
 
@@ -766,11 +780,16 @@ def learning_curve(run_folder: str | Path) -> Path:
     return path
 
 
+def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """(n,) -> (n - window + 1,), element i over values[i : i + window]."""
+    return np.convolve(values, np.ones(window) / window, mode="valid")
+
+
 def _draw_scores(axes: Any, metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
     if EPISODE_RETURN in metrics:
         steps, returns = metrics[EPISODE_RETURN]
         window = min(RECENT_EPISODES, len(returns))
-        smooth = np.convolve(returns, np.ones(window) / window, mode="valid")
+        smooth = _moving_mean(returns, window)
         axes.scatter(steps, returns, s=6, alpha=0.35, label="episode")
         axes.plot(steps[window - 1 :], smooth, label=f"mean of {window} episodes")
     if EVALUATION_RETURN in metrics:

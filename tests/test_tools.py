@@ -561,7 +561,7 @@ def test_a_disk_that_is_really_full(tiny_disk, caplog):
 
 
 def test_a_damaged_newest_checkpoint_falls_back(config, caplog):
-    """Its metric lines go with it, so that none is doubled when its steps are run again; the older's replay is there."""
+    """Its metric lines go with it, so none is doubled when its steps are run again; the older one's replay is there."""
     replay = make_replay()
     with open_run(config) as run:
         for step in range(1, 4):
@@ -738,6 +738,20 @@ def test_a_run_without_metrics_has_no_curve(config):
         pass
     assert os.listdir(run.folder / "pictures") == []
     assert learning_curve(run.folder).stat().st_size > 1000
+
+
+def test_the_report_ends_with_the_mean_of_the_last_episodes(run):
+    """The quickstart's user reads the score there."""
+    assert run.report().startswith("no episode ended\n")
+    for step in range(1, 201):
+        run.log(step, {tools.EPISODE_RETURN: float(step > 150)})
+    report = run.report().splitlines()
+    assert report[0] == "mean return of 50 episodes, by step:"
+    assert report[1].split() == ["50", "0.000"] and report[6].split() == ["200", "1.000"]
+    assert report[7:] == [
+        f"learning curve: {run.folder}/pictures/learning_curve.png",
+        f"pictures: {run.folder}/pictures",
+    ]
 
 
 def test_episode_table():
