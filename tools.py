@@ -84,7 +84,6 @@ logger = logging.getLogger("drama.tools")
 EPISODE_RETURN = "episode/return"  # logged once for each episode that ends
 EVALUATION_RETURN = "evaluation/return_mean"
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
-REPORT_EPISODES = 50  # episodes behind a score of the run's last words
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
 UNWRITTEN_LINES = 10_000  # metric lines kept in memory while the disk is full
@@ -574,15 +573,25 @@ class Run:
         os.close(self._lock)
 
     def report(self) -> str:
-        """What a user wants to know at the end: where the curve ends, and where to look."""
-        _, returns = read_metrics(self.folder).get(EPISODE_RETURN, (None, np.zeros(0)))
-        last = returns[-REPORTED_EPISODES:]
-        score = f"mean return {last.mean():.3f} over the last {len(last)} of {len(returns)} episodes"
+        """What a user wants to know at the end: how the return developed, and where to look."""
         return (
-            f"{score if len(last) else 'no episode ended'}\n"
+            f"{self._score_report()}\n"
             f"learning curve: {self.folder / 'pictures' / 'learning_curve.png'}\n"
             f"reconstructions and open-loop predictions: {self.folder / 'pictures'}\n"
             f"evaluate with: python eval.py --BasicSettings.SavePath {self.folder}"
+        )
+
+    def _score_report(self) -> str:
+        steps, returns = read_metrics(self.folder).get(EPISODE_RETURN, (np.zeros(0), np.zeros(0)))
+        if not len(returns):
+            return "no episode ended"
+        window = min(REPORTED_EPISODES, len(returns))
+        means = _moving_mean(returns, window)
+        shown = np.unique(np.linspace(0, len(means) - 1, 6).round().astype(int))
+        points = ", ".join(f"{means[i]:.2f} at {steps[i + window - 1]}" for i in shown)
+        return (
+            f"return by step (mean of {window} episodes): {points}\n"
+            f"mean return {means[-1]:.3f} over the last {window} of {len(returns)} episodes"
         )
 
     @property
@@ -638,19 +647,6 @@ class Run:
         score = f"score {sum(self._returns) / len(self._returns):.4g}" if self._returns else "no episode yet"
         losses = [f"{name.removesuffix('/loss')} {value:.4g}" for name, value in self._losses.items()]
         return "  ".join([score, *losses[:3]])
-
-    def report(self) -> str:
-        """The run's last words: how the return developed, and where to look."""
-        steps, returns = read_metrics(self.folder).get(EPISODE_RETURN, (np.empty(0), np.empty(0)))
-        points = ["no episode ended"]
-        if len(returns):
-            window = min(REPORT_EPISODES, len(returns))
-            means = _moving_mean(returns, window)
-            shown = np.unique(np.linspace(0, len(means) - 1, 6).round().astype(int))
-            points = [f"mean return of {window} episodes, by step:"]
-            points += [f"  {steps[i + window - 1]:>9}  {means[i]:.3f}" for i in shown]
-        folder = self.folder / "pictures"
-        return "\n".join([*points, f"learning curve: {folder / 'learning_curve.png'}", f"pictures: {folder}"])
 
     def state_dict(self) -> dict:
         return {"sums": self._sums.state_dict(), "returns": list(self._returns), "losses": dict(self._losses)}

@@ -745,13 +745,11 @@ def test_the_report_ends_with_the_mean_of_the_last_episodes(run):
     assert run.report().startswith("no episode ended\n")
     for step in range(1, 201):
         run.log(step, {tools.EPISODE_RETURN: float(step > 150)})
-    report = run.report().splitlines()
-    assert report[0] == "mean return of 50 episodes, by step:"
-    assert report[1].split() == ["50", "0.000"] and report[6].split() == ["200", "1.000"]
-    assert report[7:] == [
-        f"learning curve: {run.folder}/pictures/learning_curve.png",
-        f"pictures: {run.folder}/pictures",
-    ]
+    curve, score, where, *_ = run.report().splitlines()
+    assert curve.startswith("return by step (mean of 50 episodes): 0.00 at 50, 0.00 at 80, ")
+    assert curve.endswith(", 0.40 at 170, 1.00 at 200")
+    assert score == "mean return 1.000 over the last 50 of 200 episodes"
+    assert where == f"learning curve: {run.folder}/pictures/learning_curve.png"
 
 
 def test_episode_table():
