@@ -1,0 +1,9 @@
+#include "scan_backward.cuh"
+
+namespace mamba_ssm::cuda {
+
+cudaError_t backward_float32(const Arguments& p, const Plan& plan, cudaStream_t stream) {
+  return backward_of<float>(p, plan, stream);
+}
+
+}  // namespace mamba_ssm::cuda

@@ -1,0 +1,49 @@
+// Which instantiation of the kernels runs a scan, and how many blocks it takes.
+#include "scan_cuda.h"
+
+namespace mamba_ssm::cuda {
+namespace {
+
+struct Shape {
+  int states, lanes, channels, warps;
+};
+// The order is that of dispatch() in scan_common.cuh. Two channels for each lane halve the shared-memory reads of B and
+// C, which bind a scan of one; they need enough channels to fill the GPU.
+constexpr Shape kShapes[] = {
+    {4, 4, 2, 2}, {4, 4, 1, 2}, {4, 1, 1, 2}, {4, 16, 1, 4}, {4, 32, 1, 2}, {8, 32, 1, 1},  // real
+    {2, 8, 1, 2}, {2, 32, 1, 2}, {4, 32, 1, 1}, {8, 32, 1, 1},                              // complex
+};
+constexpr int kFirstComplex = 6;
+
+Plan plan_for(const Arguments& p, int index) {
+  const Shape& shape = kShapes[index];
+  Plan plan;
+  plan.index = index;
+  plan.states = shape.states;
+  plan.lanes = shape.lanes;
+  plan.channels = shape.channels;
+  plan.warps = shape.warps;
+  plan.padded_state = shape.states * shape.lanes;
+  plan.block_channels = 32 / shape.lanes * shape.channels * shape.warps;
+  if (p.segment_channels > 0) {
+    const int parts_of_segment = (p.segment_channels + plan.block_channels - 1) / plan.block_channels;
+    plan.parts = p.channels / p.segment_channels * parts_of_segment;
+  }
+  return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const Arguments& p) {
+  if (p.complex_state) {
+    const int index = p.state <= 16 ? 0 : p.state <= 64 ? 1 : p.state <= 128 ? 2 : 3;
+    return plan_for(p, kFirstComplex + index);
+  }
+  if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C()) {
+    const Plan wide = plan_for(p, 0);
+    if (int64_t(wide.parts) * p.batch >= 2 * int64_t(p.multiprocessors)) return wide;
+  }
+  return plan_for(p, p.state <= 4 ? 2 : p.state <= 16 ? 1 : p.state <= 64 ? 3 : p.state <= 128 ? 4 : 5);
+}
+
+}  // namespace mamba_ssm::cuda
