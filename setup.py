@@ -27,14 +27,19 @@ def main() -> None:
     extensions, commands = native_build()
     setup(
         name="drama-mamba-ssm",
-        version="1.0.0",
+        version=package_version(),
         description="State-space sequence models for model-based reinforcement learning",
-        python_requires=">=3.10",
+        python_requires=">=3.11",
         install_requires=["torch>=2.11", "numpy>=1.26"],
         packages=find_packages(include=["mamba_ssm", "mamba_ssm.*"]),
         ext_modules=extensions,
         cmdclass=commands,
     )
+
+
+def package_version() -> str:
+    """`__version__` of mamba_ssm, which is not imported for it: that would need what is about to be installed."""
+    return re.search(r'^__version__ = "(.+)"$', (ROOT / "mamba_ssm" / "__init__.py").read_text(), re.MULTILINE)[1]
 
 
 def native_build() -> tuple[list, dict]:
