@@ -429,16 +429,15 @@ def open_run(config: Any, resume: str | Path | None = None) -> "Run":
     the command line) replaces it and says so. Use the run as a context: inside, Ctrl-C and SIGTERM set
     `run.stop_requested`.
     """
-    if resume is not None:
-        return Run(Path(resume), config, resumed=True)
+    place = resume if resume is not None else f"BasicSettings.RunDir {config.BasicSettings.RunDir}"
     try:
+        if resume is not None:
+            return Run(Path(resume), config, resumed=True)
         folder = _new_folder(config)
         write_atomic(folder / RUN_CONFIG_NAME, config_to_yaml(config).encode())
+        return Run(folder, config, resumed=False)
     except OSError as error:
-        raise RunError(
-            f"BasicSettings.RunDir {config.BasicSettings.RunDir}: no run can be stored there ({error_reason(error)})"
-        ) from None
-    return Run(folder, config, resumed=False)
+        raise RunError(f"{place}: no run can be stored there ({error_reason(error)})") from None
 
 
 def _settle_config(folder: Path, given: Any) -> Any:
@@ -514,20 +513,17 @@ class Run:
     def __init__(self, folder: Path, config: Any, resumed: bool) -> None:
         self.folder = folder
         self._lock = _lock_folder(folder)
-        self._handler = _BarHandler()
-        self._old_level = logging.getLogger("drama").level
-        logging.getLogger().addHandler(self._handler)
-        logging.getLogger("drama").setLevel(logging.INFO)
         self.config = _settle_config(folder, config)
         self._checkpoints = CheckpointFolder(folder / "ckpt")
         for subfolder in SUBFOLDERS:
             (folder / subfolder).mkdir(exist_ok=True)
         self._checkpoints.clean()
+        for leftover in [path for place in ("", "pictures", "videos") for path in (folder / place).glob(".*.tmp*")]:
+            leftover.unlink()  # of a killed process; eval/ may be in use by another
         self._resume_from = self._checkpoints.newest_sound()
         self.start_step = _manifest_step(self._resume_from) if self._resume_from else 0
         if resumed:
             cut_metrics(folder / "metrics.jsonl", self.start_step if self._resume_from else -1)
-            logger.info("%s goes on at step %d", folder, self.start_step)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._trackers = Trackers(folder, self.config, self.start_step + 1 if resumed else None)
         self._sums = MetricSums()
@@ -535,6 +531,12 @@ class Run:
         self._losses: dict[str, float] = {}
         self._progress = Progress(self.config.JointTrainAgent.SampleMaxSteps, self.start_step)
         self._flushed = (self.start_step, time.monotonic())
+        self._handler = _BarHandler()
+        self._old_level = logging.getLogger("drama").level
+        logging.getLogger().addHandler(self._handler)
+        logging.getLogger("drama").setLevel(logging.INFO)
+        if resumed:
+            logger.info("%s goes on at step %d", folder, self.start_step)
         self._told_unsaved = False
         self._closed = False
         self._old_signals: dict[int, Any] = {}
@@ -624,7 +626,7 @@ class Run:
     def flush(self, step: int) -> None:
         """Write a line with the mean of everything accumulated since the last one (the only host sync of logging)."""
         means = self._sums.take()
-        self._losses = {name: value for name, value in means.items() if name.endswith("/loss")} or self._losses
+        self._losses = {name: value for name, value in means.items() if name.endswith("loss")} or self._losses
         now = time.monotonic()
         last_step, last_time = self._flushed
         self._flushed = (step, now)

@@ -238,14 +238,16 @@ def test_accumulate_does_not_wait_for_the_device():
 def test_lines_say_what_was_logged(run):
     """metrics.jsonl is the truth: also about numbers that are none."""
     run.accumulate({"world_model/loss": torch.tensor(2.0)})
-    run.accumulate({"world_model/loss": torch.tensor(4.0)})
+    run.accumulate({"world_model/loss": torch.tensor(4.0), "agent/value_loss": 0.5, "agent/entropy": 9.0})
     run.log(3, {"episode/return": np.float32(-1.0), "x": math.nan, "y": -math.inf})
     run.flush(4)
     first, second = lines(run.folder)
     assert first["episode/return"] == -1.0 and math.isnan(first["x"]) and first["y"] == -math.inf
-    assert without_time([second]) == [{"step": 4, "world_model/loss": 3.0}]
+    assert without_time([second]) == [
+        {"step": 4, "world_model/loss": 3.0, "agent/value_loss": 0.5, "agent/entropy": 9.0}
+    ]
     assert second["time/steps_per_second"] > 0
-    assert run.status() == "score -1  world_model 3"
+    assert run.status() == "score -1  agent/value_loss 0.5  world_model 3"
 
 
 def test_tensorboard_mirrors_the_file(config):
@@ -516,6 +518,23 @@ def test_a_full_disk_while_saving_does_not_end_the_training(run, caplog):
     assert run.save_checkpoint(4, model=MODEL, train=big).name == "step_000000004"
 
 
+def test_resuming_on_a_full_disk_is_one_line(config):
+    """Nothing can be continued there, and nothing may be lost by trying."""
+    with open_run(config) as run:
+        for step in range(20):
+            run.log(step, {"a": 1})
+            if step == 10:
+                run.save_checkpoint(step, model=MODEL, train={})
+    before = lines(run.folder)
+    old = limited_file_size(100)
+    try:
+        with pytest.raises(RunError, match=r"no run can be stored there \(File too large\)$"):
+            open_run(None, run.folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert lines(run.folder) == before
+
+
 def test_a_full_disk_while_drawing_does_not_end_the_training(run, caplog):
     """Pictures are the first to fill a quota."""
     old = limited_file_size(10)
@@ -583,9 +602,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(config):
     with open_run(config) as run:
         run.log(0, {"a": 1})
         run.log(5, {"a": 1})
+    (run.folder / "pictures" / ".a.png.123.tmp").write_bytes(b"half")
     with open_run(None, run.folder) as resumed:
         assert resumed.load_checkpoint() is None and resumed.start_step == 0
         assert lines(run.folder) == []
+        assert os.listdir(run.folder / "pictures") == []
 
 
 def make_replay():
