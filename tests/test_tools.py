@@ -606,7 +606,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(config):
     with open_run(None, run.folder) as resumed:
         assert resumed.load_checkpoint() is None and resumed.start_step == 0
         assert lines(run.folder) == []
-        assert os.listdir(run.folder / "pictures") == []
+        assert os.listdir(run.folder / "pictures") == ["learning_curve.png"]
 
 
 def make_replay():
