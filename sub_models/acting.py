@@ -88,7 +88,7 @@ class Actor:
             }
             return ActingState(length, window, None, None)
         core = self.world_model.sequence_model.init_state(num_envs)
-        deter = torch.zeros((num_envs, self.world_model.deter_dim), device=device)
+        deter = self.world_model.prior_head.weight.new_zeros((num_envs, self.world_model.deter_dim))
         return ActingState(length, None, core, deter)
 
     def act(
