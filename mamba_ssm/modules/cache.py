@@ -1,7 +1,7 @@
 """The recurrent state of a mixer, and where generation keeps it.
 
 A mixer's state is (conv_state, ssm_state): the last W inputs of its convolution, and the state of its scan, which stays
-in float32 (float64 for a float64 model) under autocast. Zeros are the start of a sequence.
+in float32 (float64 for a float64 model) under autocast. Sequences start from zeros, unless the mixer says otherwise.
 
 Letters: B batch, W convolution width.
 """
@@ -26,6 +26,10 @@ class RecurrentMixer(nn.Module):
         """The shapes of conv_state and ssm_state without the batch axis."""
         raise NotImplementedError
 
+    def start_state(self) -> Tensor | None:
+        """The ssm_state that sequences start from, without the batch axis; None: zeros."""
+        return None
+
     def allocate_inference_cache(
         self,
         batch_size: int,
@@ -33,20 +37,28 @@ class RecurrentMixer(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> MixerState:
-        """Zero state (conv_state (B, ., W), ssm_state (B, ...)); the size does not depend on max_seqlen.
+        """The state of sequences that start: (conv_state (B, ., W), ssm_state (B, ...)), of a size that does not depend
+        on max_seqlen.
 
         dtype None keeps the convolution's dtype for conv_state and at least float32 for ssm_state."""
         weight = self.conv1d.weight
         device = weight.device if device is None else device
         conv_shape, ssm_shape = self.state_shapes()
         ssm_dtype = accumulate_dtype(weight) if dtype is None else dtype
-        return (
-            torch.zeros(batch_size, *conv_shape, dtype=weight.dtype if dtype is None else dtype, device=device),
-            torch.zeros(batch_size, *ssm_shape, dtype=ssm_dtype, device=device),
-        )
+        conv_state = torch.zeros(batch_size, *conv_shape, dtype=weight.dtype if dtype is None else dtype, device=device)
+        ssm_state = torch.zeros(batch_size, *ssm_shape, dtype=ssm_dtype, device=device)
+        self._start(conv_state, ssm_state)
+        return conv_state, ssm_state
+
+    def _start(self, conv_state: Tensor, ssm_state: Tensor) -> None:
+        conv_state.zero_()
+        if (start := self.start_state()) is None:
+            ssm_state.zero_()
+        else:
+            ssm_state.copy_(start.detach())
 
     def cached_state(self, inference_params: InferenceParams, batch_size: int) -> MixerState:
-        """This layer's rows of the cache, made if missing; zeroed where a sequence starts (seqlen_offset 0)."""
+        """This layer's rows of the cache, made if missing; started anew at seqlen_offset 0."""
         if self.layer_idx is None:
             raise ValueError(f"{type(self).__name__}: layer_idx is None, expected the layer's number to find its cache")
         cache = inference_params.key_value_memory_dict
@@ -60,8 +72,7 @@ class RecurrentMixer(nn.Module):
                 f"expected {batch_size} like the batch"
             )
         if inference_params.seqlen_offset == 0:
-            conv_state.zero_()
-            ssm_state.zero_()
+            self._start(conv_state, ssm_state)
         return conv_state, ssm_state
 
 

@@ -1,13 +1,16 @@
 """Mamba-2's mixer: in_proj → (z, x, B, C, Δ), convolution, SiLU → scan, one decay per head → gated norm → out_proj.
 
 Letters: B batch, L length, M d_model, H heads, P headdim, d_ssm = H · P, G ngroups, N d_state, W d_conv, S packed
-sequences.
+sequences. With a process group every count but M is this rank's share.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from mamba_ssm.distributed.tensor_parallel import column_linear, row_linear
 from mamba_ssm.modules.cache import MixerState, RecurrentMixer, readable
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
 from mamba_ssm.ops.causal_conv1d import (
@@ -54,26 +57,34 @@ class Mamba2(RecurrentMixer):
         chunk_size: int = 256,
         use_mem_eff_path: bool = True,
         layer_idx: int | None = None,
+        process_group: ProcessGroup | None = None,
+        sequence_parallel: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         """conv_init draws the convolution uniformly from -conv_init..conv_init (None: torch's default); d_ssm None is
         expand · M, the channels beyond it are a gated MLP; D_has_hdim gives each channel its D, else each head;
-        use_mem_eff_path runs the whole inner block as one operator where no state enters or leaves."""
+        use_mem_eff_path runs the whole inner block as one operator where no state enters or leaves. process_group
+        spreads heads and groups over its ranks (sizes count all together); sequence_parallel spreads u's rows too."""
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
-        self.headdim, self.ngroups, self.chunk_size, self.dt_limit = headdim, ngroups, chunk_size, tuple(dt_limit)
-        self.d_inner = expand * d_model
-        self.d_ssm = self.d_inner if d_ssm is None else d_ssm
-        self._check_sizes()
+        self.headdim, self.chunk_size, self.dt_limit = headdim, chunk_size, tuple(dt_limit)
+        self.process_group, self.sequence_parallel = process_group, sequence_parallel
+        world = 1 if process_group is None else dist.get_world_size(process_group)
+        d_inner = expand * d_model
+        d_ssm = d_inner if d_ssm is None else d_ssm
+        _check_sizes(d_inner, d_ssm, headdim, ngroups, world)
+        self.d_inner, self.d_ssm, self.ngroups = d_inner // world, d_ssm // world, ngroups // world
         self.nheads = self.d_ssm // headdim
         self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
         self.use_mem_eff_path, self.layer_idx = use_mem_eff_path, layer_idx
         self.activation = "silu"
 
-        self.conv_dim = self.d_ssm + 2 * ngroups * d_state
-        self.in_proj = nn.Linear(d_model, sum(self._split_sizes()), bias=bias, **factory)
+        self.conv_dim = self.d_ssm + 2 * self.ngroups * d_state
+        self.in_proj = column_linear(
+            d_model, sum(self._split_sizes()) * world, process_group, sequence_parallel, bias=bias, **factory
+        )
         self.conv1d = nn.Conv1d(
             self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, padding=d_conv - 1, bias=conv_bias, **factory
         )
@@ -87,23 +98,21 @@ class Mamba2(RecurrentMixer):
         self.D = without_weight_decay(nn.Parameter(D))
         if rmsnorm:
             self.norm = RMSNorm(
-                self.d_ssm, eps=NORM_EPS, group_size=self.d_ssm // ngroups, norm_before_gate=norm_before_gate, **factory
+                self.d_ssm, eps=NORM_EPS, group_size=d_ssm // ngroups, norm_before_gate=norm_before_gate, **factory
             )
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **factory)
-
-    def _check_sizes(self) -> None:
-        if self.d_ssm % self.headdim:
-            raise ValueError(f"Mamba2: headdim is {self.headdim}, expected a divisor of d_ssm = {self.d_ssm}")
-        if (self.d_ssm // self.headdim) % self.ngroups:
-            heads = self.d_ssm // self.headdim
-            raise ValueError(f"Mamba2: ngroups is {self.ngroups}, expected a divisor of the number of heads = {heads}")
-        if self.d_ssm > self.d_inner:
-            raise ValueError(f"Mamba2: d_ssm is {self.d_ssm}, expected at most expand * d_model = {self.d_inner}")
+        self.out_proj = row_linear(d_inner, d_model, process_group, sequence_parallel, bias=bias, **factory)
 
     def _split_sizes(self) -> list[int]:
         """Widths of in_proj's parts: gate and value of the MLP, z, (x, B, C), Δ."""
         d_mlp = self.d_inner - self.d_ssm
         return [d_mlp, d_mlp, self.d_ssm, self.conv_dim, self.nheads]
+
+    def parallel_parts(self) -> dict[str, list[int]]:
+        """Widths along in_proj's, conv1d's and out_proj's axis that each rank of a group takes its own share of."""
+        d_mlp, *_, nheads = self._split_sizes()
+        convolved = [self.d_ssm, self.ngroups * self.d_state, self.ngroups * self.d_state]
+        columns = [d_mlp, d_mlp, self.d_ssm, *convolved, nheads]
+        return {"in_proj": columns, "conv1d": convolved, "out_proj": [d_mlp, self.d_ssm]}
 
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """conv_state (d_ssm + 2GN, W), ssm_state (H, P, N)."""
@@ -118,36 +127,37 @@ class Mamba2(RecurrentMixer):
         inference_params: InferenceParams | None = None,
         state: MixerState | None = None,
     ) -> Tensor:
-        """u (B, L, M), or (B·L, M) with seqlen = L; seq_idx (B, L) integers, rows of different index don't see each
-        other; cu_seqlens (S+1) integers: starts and end of sequences packed into B = 1 row.
+        """u (B, L, M), or with seqlen = L (B·L, M), of which each rank holds its B·L/W rows if it is sequence-parallel;
+        seq_idx (B, L) integers, rows of different index don't see each other; cu_seqlens (S+1) integers: starts and end
+        of sequences packed into B = 1 row.
 
         state (conv_state (B, d_ssm + 2GN, W), ssm_state (B, H, P, N)): the pass continues from it, it belongs to the
         first row's seq_idx, and is left, in place and without gradient, as it is after the last row. inference_params:
         the same with the state kept there; with cu_seqlens the S sequences start, and their S final states are kept.
         -> like u"""
         flat = seqlen is not None
-        u = u.unflatten(0, (-1, seqlen)) if flat else u
-        check_shape("Mamba2", "u", u, "(B, L, d_model)", (None, None, self.d_model))
+        check_shape("Mamba2", "u", u, "(B, L, M), (B·L, M) with seqlen", (None,) * (2 - flat) + (self.d_model,))
+        zxbcdt = self.in_proj(u)
+        zxbcdt = zxbcdt.unflatten(0, (-1, seqlen)) if flat else zxbcdt                    # (B, L, sum of the parts)
+        batch, length = zxbcdt.shape[:2]
         if cu_seqlens is not None and seq_idx is None:
-            seq_idx = packed_seq_idx(cu_seqlens, u.shape[1])
+            seq_idx = packed_seq_idx(cu_seqlens, length)
         if inference_params is not None:
-            rows = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            state = self.cached_state(inference_params, rows)
-        if state is not None and u.shape[1] == 1 and seq_idx is None:
-            out = self.step(u, *state)[0]
+            state = self.cached_state(inference_params, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        if state is None and self.use_mem_eff_path:
+            y = self._one_operator(zxbcdt, seq_idx)
+        elif state is not None and length == 1 and seq_idx is None:
+            y = self._step(zxbcdt.squeeze(1), *state).unsqueeze(1)
         else:
-            out = self._whole(u, seq_idx, cu_seqlens, state)
-        return out.flatten(0, 1) if flat else out
+            y = self._scan(zxbcdt, seq_idx, cu_seqlens, state)
+        return self.out_proj(y.flatten(0, 1) if flat else y)
 
-    def _whole(self, u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None) -> Tensor:
-        zxbcdt = self.in_proj(u)                                                          # (B, L, sum of the parts)
-        if state is not None or not self.use_mem_eff_path:
-            return self._scan(zxbcdt, seq_idx, cu_seqlens, state)
+    def _one_operator(self, zxbcdt: Tensor, seq_idx: Tensor | None) -> Tensor:
         return mamba_split_conv1d_scan_combined(
             zxbcdt, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.dt_bias, self._A(), self._D(),
-            self.chunk_size, seq_idx=seq_idx, dt_limit=self.dt_limit, activation=self.activation,
-            rmsnorm_weight=self.norm.weight if self.rmsnorm else None, rmsnorm_eps=NORM_EPS,
-            outproj_weight=self.out_proj.weight, outproj_bias=self.out_proj.bias, headdim=self.headdim,
+            self.chunk_size, initial_states=self._started(zxbcdt), seq_idx=seq_idx, dt_limit=self.dt_limit,
+            activation=self.activation,
+            rmsnorm_weight=self.norm.weight if self.rmsnorm else None, rmsnorm_eps=NORM_EPS, headdim=self.headdim,
             ngroups=self.ngroups, norm_before_gate=self.norm_before_gate,
         )  # fmt: skip
 
@@ -155,7 +165,7 @@ class Mamba2(RecurrentMixer):
         self, zxbcdt: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, state: MixerState | None
     ) -> Tensor:
         packed = cu_seqlens is not None and state is not None                             # no state enters
-        conv_state, ssm_state = (None, None) if state is None or packed else readable(state)
+        conv_state, ssm_state = (None, self._started(zxbcdt)) if state is None or packed else readable(state)
         gate, value, z, xBC, dt = zxbcdt.split(self._split_sizes(), dim=-1)
         inputs = xBC.transpose(1, 2)                                                      # (B, d_ssm + 2GN, L)
         xBC = causal_conv1d_fn(
@@ -177,13 +187,17 @@ class Mamba2(RecurrentMixer):
                 window = causal_conv1d_window(inputs, self.d_conv, seq_idx, conv_state)
             state[0].copy_(window)
             state[1].copy_(states[-1].detach())
-        return self._norm_and_project(y.flatten(-2), z, gate, value)
+        return self._norm(y.flatten(-2), z, gate, value)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One row: hidden_states (B, 1, M), the states as in `forward`, moved on in place.
         -> (out (B, 1, M), conv_state, ssm_state)"""
         check_shape("Mamba2.step", "hidden_states", hidden_states, "(B, 1, d_model)", (None, 1, self.d_model))
-        gate, value, z, xBC, dt = self.in_proj(hidden_states.squeeze(1)).split(self._split_sizes(), dim=-1)
+        y = self._step(self.in_proj(hidden_states).squeeze(1), conv_state, ssm_state)
+        return self.out_proj(y.unsqueeze(1)), conv_state, ssm_state
+
+    def _step(self, zxbcdt: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        gate, value, z, xBC, dt = zxbcdt.split(self._split_sizes(), dim=-1)
         xBC = causal_conv1d_update(xBC, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
         x, B, C = self._x_B_C(xBC)                                                        # (B, H, P), (B, G, N) twice
         dt_bias, limited = self.dt_bias, self.dt_limit != NO_LIMIT
@@ -196,7 +210,7 @@ class Mamba2(RecurrentMixer):
             B, C, D=D, z=None if self.rmsnorm else z.unflatten(-1, heads),
             dt_bias=None if limited else dt_bias[:, None].expand(heads), dt_softplus=not limited,
         )  # fmt: skip
-        return self._norm_and_project(y.flatten(-2), z, gate, value).unsqueeze(1), conv_state, ssm_state
+        return self._norm(y.flatten(-2), z, gate, value)
 
     def _x_B_C(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., d_ssm + 2GN) -> (..., H, P), (..., G, N), (..., G, N)."""
@@ -205,13 +219,30 @@ class Mamba2(RecurrentMixer):
         groups = (self.ngroups, self.d_state)
         return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
-    def _norm_and_project(self, y: Tensor, z: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+    def _norm(self, y: Tensor, z: Tensor, gate: Tensor, value: Tensor) -> Tensor:
         y = self.norm(y, z) if self.rmsnorm else y
-        y = torch.cat([F.silu(gate) * value, y], dim=-1) if self.d_inner > self.d_ssm else y
-        return self.out_proj(y)
+        return torch.cat([F.silu(gate) * value, y], dim=-1) if self.d_inner > self.d_ssm else y
+
+    def _started(self, zxbcdt: Tensor) -> Tensor | None:
+        start = self.start_state()
+        return None if start is None else start.expand(zxbcdt.shape[0], -1, -1, -1)
 
     def _A(self) -> Tensor:
         return -torch.exp(self.A_log.to(accumulate_dtype(self.A_log)))                    # (H)
 
     def _D(self) -> Tensor:
         return self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
+
+
+def _check_sizes(d_inner: int, d_ssm: int, headdim: int, ngroups: int, world: int) -> None:
+    if d_ssm % headdim:
+        raise ValueError(f"Mamba2: headdim is {headdim}, expected a divisor of d_ssm = {d_ssm}")
+    heads = d_ssm // headdim
+    if heads % ngroups:
+        raise ValueError(f"Mamba2: ngroups is {ngroups}, expected a divisor of the number of heads = {heads}")
+    if d_ssm > d_inner:
+        raise ValueError(f"Mamba2: d_ssm is {d_ssm}, expected at most expand * d_model = {d_inner}")
+    if ngroups % world or (d_inner - d_ssm) % world:
+        raise ValueError(
+            f"Mamba2: ngroups is {ngroups} and d_inner - d_ssm {d_inner - d_ssm}, expected multiples of {world} ranks"
+        )

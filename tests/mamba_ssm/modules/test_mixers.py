@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_ssm import InferenceParams, Mamba, Mamba2
+from mamba_ssm.modules.mamba2_simple import Mamba2Simple
 from mamba_ssm.testing import NoHostSync, assert_close
+
+
+def with_random_start(mixer):
+    """Learnable start states that are not zero, so that forgetting them shows."""
+    torch.nn.init.normal_(mixer.init_states)
+    return mixer
+
 
 LENGTHS = [1, 2, 15, 16, 17, 64, 200]
 MIXERS = {
@@ -18,6 +26,8 @@ MIXERS = {
     "mamba2-all": lambda **kw: Mamba2(
         8, d_state=4, headdim=4, chunk_size=16, d_ssm=8, ngroups=2, D_has_hdim=True, norm_before_gate=True,
         dt_limit=(0.01, 0.05), layer_idx=0, d_conv=3, **kw),
+    "mamba2-simple": lambda **kw: with_random_start(Mamba2Simple(
+        8, d_state=4, headdim=4, learnable_init_states=True, layer_idx=0, **kw)),
     "mamba2-plain-gate": lambda **kw: Mamba2(8, d_state=4, headdim=8, rmsnorm=False, bias=True, layer_idx=0, **kw),
 }  # fmt: skip
 
@@ -26,6 +36,10 @@ MIXERS = {
 def mixer(request):
     torch.manual_seed(0)
     return MIXERS[request.param]().double()
+
+
+def zeros_like_state(state):
+    return [torch.zeros_like(tensor) for tensor in state]
 
 
 def draw(length, batch=2, width=8, seed=0):
@@ -70,12 +84,13 @@ def test_pieces_of_seq_idx_equal_pieces_alone(name, cuts, seed):
     out = mixer(rows, seq_idx=seq_idx, state=state)
     pieces = []
     for i, piece in enumerate(rows.split(cuts, dim=1)):
-        alone = alone if i == 0 else mixer.allocate_inference_cache(1, None)
+        alone = alone if i == 0 else zeros_like_state(alone)
         pieces.append(mixer(piece, state=alone))
     assert_close(torch.cat(pieces, dim=1), out, 1e-10)
     for left, right in zip(state, alone, strict=True):
         assert_close(left, right, 1e-10)
-    fresh = [mixer(piece) for piece in rows.split(cuts, dim=1)]
+    first, *later = rows.split(cuts, dim=1)
+    fresh = [mixer(first)] + [mixer(piece, state=zeros_like_state(alone)) for piece in later]
     assert_close(mixer(rows, seq_idx=seq_idx), torch.cat(fresh, dim=1), 1e-10)
 
 
@@ -103,7 +118,7 @@ def test_inference_params_of_part_of_a_batch(mixer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in MIXERS if name != "mamba"])
+@pytest.mark.parametrize("name", [name for name in MIXERS if name not in ("mamba", "mamba2-simple")])
 def test_packed_sequences(name):
     torch.manual_seed(0)
     mixer = MIXERS[name]().double()
@@ -238,7 +253,7 @@ def test_options_of_construction():
     (lambda: Mamba2(8, headdim=4, ngroups=3), "ngroups is 3, expected a divisor of the number of heads = 4"),
     (lambda: Mamba2(8, headdim=4, d_ssm=32), r"d_ssm is 32, expected at most expand \* d_model = 16"),
     (lambda: Mamba(8)(torch.zeros(2, 3, 7)), r"hidden_states has shape \(2, 3, 7\), expected \(B, L, d_model\)"),
-    (lambda: Mamba2(8, headdim=4)(torch.zeros(2, 8)), r"u has shape \(2, 8\), expected \(B, L, d_model\)"),
+    (lambda: Mamba2(8, headdim=4)(torch.zeros(2, 8)), r"u has shape \(2, 8\), expected \(B, L, M\)"),
     (lambda: Mamba(8).step(torch.zeros(2, 2, 8), None, None), r"hidden_states has shape \(2, 2, 8\)"),
     (lambda: Mamba(8)(torch.zeros(2, 3, 8), InferenceParams(3, 2)), "layer_idx is None"),
 ])  # fmt: skip
