@@ -20,6 +20,7 @@ ATARI_100K_GAMES = (
     "KungFuMaster", "MsPacman", "Pong", "PrivateEye", "Qbert", "RoadRunner", "Seaquest", "UpNDown",
 )  # fmt: skip
 MAX_RAW_FRAMES = 108_000                                               # 30 minutes of play at 60 frames/s
+NOOP = 0                                                               # the emulator's number of the action
 TWO_PLAYERS_ONLY = frozenset({"combat", "joust", "maze_craze", "warlords"})
 SCORES_FILE = Path(__file__).resolve().parent.parent / "config_files" / "atari_scores.csv"
 
@@ -27,7 +28,8 @@ SCORES_FILE = Path(__file__).resolve().parent.parent / "config_files" / "atari_s
 class Atari(gymnasium.Env):
     """One game.   obs (S, S, 3) uint8, S = image_size; minimal action set; info has `life_loss` and `lives`.
 
-    repeat_action_probability: chance at each raw frame that the previous action is played again (sticky actions).
+    repeat_action_probability: chance at each raw frame that the previous frame's action is repeated (sticky actions).
+        Drawn here and not by the emulator, whose saved states lack the previous action.
     noop_max: with n > 0 each episode opens with 1..n raw frames of no-op, drawn uniformly.
     max_raw_frames: raw frames of an episode after which it is truncated.
     """
@@ -48,19 +50,20 @@ class Atari(gymnasium.Env):
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)     # before the first interface prints its banner
         self.ale = ale_py.ALEInterface()
-        self.ale.setFloat("repeat_action_probability", repeat_action_probability)
+        self.ale.setFloat("repeat_action_probability", 0.0)
         self._decode_state = ale_py.ALEState
         self._rom_path = roms.get_rom_path(rom)
         self._load_rom(seed=0)                                         # the action set is known only then
         self._seeded = False
         self.image_size, self.frame_skip = image_size, frame_skip
+        self.repeat_action_probability = repeat_action_probability
         self.noop_max, self.max_raw_frames = noop_max, max_raw_frames
-        self.actions = self.ale.getMinimalActionSet()
+        self.actions = [action.value for action in self.ale.getMinimalActionSet()]
         self.action_space = gymnasium.spaces.Discrete(len(self.actions))
         self.observation_space = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         height, width = self.ale.getScreenDims()
         self._screens = np.zeros((2, height, width, 3), np.uint8)      # the last two raw frames, written in turn
-        self._lives = 0
+        self._lives, self._last_action = 0, NOOP
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
@@ -68,6 +71,7 @@ class Atari(gymnasium.Env):
             self._load_rom(int(self.np_random.integers(2**31 - 1)))
             self._seeded = True
         self.ale.reset_game()
+        self._last_action = NOOP
         self._play_noops()
         self._lives = self.ale.lives()
         self.ale.getScreenRGB(self._screens[0])
@@ -76,7 +80,7 @@ class Atari(gymnasium.Env):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         reward, terminated, frames = 0.0, False, 0
         while frames < self.frame_skip and not terminated:
-            reward += self.ale.act(self.actions[action])
+            reward += self.ale.act(self._sticky(self.actions[action]))
             self.ale.getScreenRGB(self._screens[frames % 2])
             frames += 1
             terminated = self.ale.game_over(with_truncation=False)
@@ -89,12 +93,27 @@ class Atari(gymnasium.Env):
 
     def get_state(self) -> dict[str, Any]:
         emulator = self.ale.cloneState(include_rng=True).serialize()
-        return {"emulator": emulator, "lives": self._lives, "seeded": self._seeded, "rng": rng_state(self.np_random)}
+        return {
+            "emulator": emulator,
+            "lives": self._lives,
+            "last_action": self._last_action,
+            "seeded": self._seeded,
+            "rng": rng_state(self.np_random),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self.ale.restoreState(self._decode_state(state["emulator"]))
-        self._lives, self._seeded = state["lives"], state["seeded"]
+        emulator = self._decode_state(state["emulator"])
+        self.ale.reset_game()
+        if emulator.getEpisodeFrameNumber() > 0:                       # Qbert's future depends on whether a frame was
+            self.ale.act(NOOP)                                         # played since the reset: not in the saved state
+        self.ale.restoreState(emulator)
+        self._lives, self._last_action, self._seeded = state["lives"], state["last_action"], state["seeded"]
         set_rng_state(self.np_random, state["rng"])
+
+    def _sticky(self, action: int) -> int:
+        if self.repeat_action_probability == 0.0 or self.np_random.random() >= self.repeat_action_probability:
+            self._last_action = action
+        return self._last_action
 
     def _load_rom(self, seed: int) -> None:
         self.ale.setInt("random_seed", seed)
@@ -104,7 +123,7 @@ class Atari(gymnasium.Env):
         if self.noop_max == 0:
             return
         for _ in range(int(self.np_random.integers(1, self.noop_max + 1))):
-            self.ale.act(0)
+            self.ale.act(NOOP)
             if self.ale.game_over(with_truncation=False):
                 self.ale.reset_game()
 

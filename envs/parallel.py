@@ -11,8 +11,7 @@ A worker that dies, hangs for `timeout` seconds or raises is reported with its t
 `max_restarts` times for each environment; its unfinished episode is closed as truncated with reward 0, the last
 observation that was seen as the final one, and `restarted` set. After that, and at once where the fault is the
 environment's own output (EnvironmentOutputError), WorkerFailed is raised. Workers start from a fork server (never from
-this process, which may hold threads and a GPU), ignore Ctrl-C, and end when the main process does, however it ends. As
-always with multiprocessing, a script that starts workers needs `if __name__ == "__main__":`.
+this process, which may hold threads and a GPU), ignore Ctrl-C, and end when the main process does, however it ends.
 
 Letters: E environments, H x W image.
 """
@@ -23,10 +22,12 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,6 +40,7 @@ from envs.common import EnvironmentOutputError
 logger = logging.getLogger(__name__)
 
 EPISODE_KEYS = ("is_first", "life_loss", "episode_return", "episode_length")
+PRELOADED = ("numpy", "cv2", "gymnasium.vector", "ale_py")           # imported once, by the fork server
 PARENT_POLL_S = 1.0                                                    # how often a worker looks whether it is orphaned
 
 
@@ -200,9 +202,10 @@ class _Lane:
             return
         factories = [_WorkerFactory(self.recipe, seed, os.getpid())]
         try:
-            self._vector = AsyncVectorEnv(
-                factories, shared_memory=True, context=_start_method(), autoreset_mode=AutoresetMode.SAME_STEP
-            )
+            with _workers_leave_main_alone():
+                self._vector = AsyncVectorEnv(
+                    factories, shared_memory=True, context=_start_method(), autoreset_mode=AutoresetMode.SAME_STEP
+                )
         except (EOFError, ConnectionError) as error:
             raise _LaneFault(f"the worker ended while it built the environment ({error!r})") from error
 
@@ -496,4 +499,22 @@ class VectorEnv:
 
 
 def _start_method() -> str:
-    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    return "forkserver"
+
+
+@contextlib.contextmanager
+def _workers_leave_main_alone() -> Iterator[None]:
+    """Start processes that do not import the main script again.
+
+    By default each worker would run it up to its `__main__` guard (seconds and hundreds of MB for torch alone), or all
+    of it where there is no guard. Nothing needs it: cloudpickle sends what is defined in `__main__` by value.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

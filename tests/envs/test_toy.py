@@ -1,0 +1,126 @@
+"""Toy tasks: their rules, their look, and that they are honest gymnasium environments."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from envs.common import UnknownEnvironment
+from envs.toy import TOY_NAMES, Catch, Reach, Recall, build_toy
+
+
+def play(env, actions, seed=None):
+    """Everything an outsider sees of one episode: (observations, rewards, terminated, truncated of each step)."""
+    obs, _ = env.reset(seed=seed)
+    steps = [(obs, 0.0, False, False)]
+    for action in actions:
+        steps.append(env.step(action)[:4])
+        if steps[-1][2] or steps[-1][3]:
+            break
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore:.*alternative render modes.*:UserWarning")
+@pytest.mark.parametrize("image_size", [32, 64])
+@pytest.mark.parametrize("name", TOY_NAMES)
+def test_passes_the_checker(name, image_size):
+    check_env(build_toy(name, image_size, recall_delay=3))
+
+
+def test_random_catch_returns_minus_0_6():
+    """The quickstart's promise 'above 0.9' is measured against this."""
+    env = Catch(32)
+    rng = np.random.default_rng(0)
+    returns = [play(env, rng.integers(3, size=9), seed=0 if i == 0 else None)[-1][1] for i in range(4000)]
+    assert abs(np.mean(returns) + 0.6) < 0.05                          # standard error 0.013
+
+
+def test_catch_is_won_by_following_the_ball():
+    env = Catch(64)
+    for seed in range(20):
+        env.reset(seed=seed)
+        for step in range(9):
+            obs, reward, terminated, truncated, _ = env.step(1 + np.sign(env.ball_column - env.paddle))
+            assert terminated == (step == 8)
+            assert not truncated
+        assert reward == 1.0
+        assert (obs[-1] != 0).any()
+
+
+def test_catch_shows_ball_and_paddle():
+    env = Catch(60)                                                    # 6 x 12 pixels for a cell
+    obs, _ = env.reset(seed=1)
+    column = slice(12 * env.ball_column, 12 * env.ball_column + 12)
+    assert (obs[:6, column] == 255).all()
+    assert (obs[54:, 24:36] == (0, 255, 0)).all()
+    assert (obs > 0).any(axis=2).sum() == 2 * 6 * 12
+
+
+@pytest.mark.parametrize("delay", [0, 1, 8, 40])
+def test_recall_pays_for_the_remembered_colour_only(delay):
+    env = Recall(32, delay)
+    for answer in range(3):
+        steps = play(env, [answer] * 100, seed=answer)
+        colour = [tuple(c) for c in Recall.COLOURS].index(tuple(steps[0][0][0, 0]))
+        assert (steps[0][0] == steps[0][0][0, 0]).all()
+        assert len(steps) == delay + 3                                 # colour, delay blanks, question, after the end
+        assert all((obs == 0).all() for obs, *_ in steps[1 : delay + 1])
+        assert (steps[delay + 1][0][16, 16] == 255).all()
+        assert [step[1] for step in steps[:-1]] == [0.0] * (delay + 2)
+        assert steps[-1][1] == float(answer == colour)
+        assert steps[-1][2]
+
+
+def test_recall_colours_are_even():
+    env = Recall(8, 0)
+    env.reset(seed=0)
+    counts = np.bincount([env.reset() and env.colour for _ in range(3000)], minlength=3)
+    assert (abs(counts - 1000) < 120).all()                            # 4.6 standard deviations
+
+
+def test_reach_rewards_closeness_and_ends_by_truncation():
+    env = Reach(64)
+    env.reset(seed=3)
+    for step in range(20):
+        error = np.subtract(env.target, env.point)
+        _, reward, terminated, truncated, _ = env.step((error / 0.2).astype(np.float32))
+        assert not terminated
+        assert truncated == (step == 19)
+    assert reward > 0.999                                              # float32 actions: not exactly 1
+    assert np.allclose(env.point, env.target, atol=1e-6)
+
+
+def test_reach_clips_wild_actions():
+    env = Reach(32)
+    env.reset(seed=0)
+    before = env.point
+    env.step(np.array([100.0, 0.0], np.float32))
+    assert np.isclose(env.point[0], min(before[0] + 0.2, 1.0))
+
+
+@pytest.mark.parametrize("name", TOY_NAMES)
+def test_state_restores_the_future(name):
+    """A resumed run must meet the same episodes, this one's rest and the ones after."""
+    first, second = build_toy(name, 32, 4), build_toy(name, 32, 4)
+    first.action_space.seed(0)
+    first.reset(seed=5)
+    first.step(first.action_space.sample())
+    second.set_state(first.get_state())
+    for _ in range(60):
+        action = first.action_space.sample()
+        (obs, *rest, _), (other_obs, *other_rest, _) = first.step(action), second.step(action)
+        assert np.array_equal(obs, other_obs)
+        assert rest == other_rest
+        if rest[1] or rest[2]:
+            assert np.array_equal(first.reset()[0], second.reset()[0])
+
+
+def test_unknown_toy_names_the_nearest():
+    with pytest.raises(UnknownEnvironment, match="nearest: Toy/Catch-v0"):
+        build_toy("Toy/Cach-v0", 32, 0)
+
+
+def test_spaces():
+    assert isinstance(Reach(32).action_space, gymnasium.spaces.Box)
+    assert Reach(32).action_space.shape == (2,)
+    assert Recall(48, 2).observation_space.shape == (48, 48, 3)
