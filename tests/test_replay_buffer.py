@@ -538,6 +538,7 @@ def test_prune_keeps_what_is_needed(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"notes.txt"} | named_files(new)
     replay.prune(tmp_path, [])                               # the next save still builds on this buffer's files
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *(file["name"] for file in new["chunks"])}
     fill(replay, 1, start=30)
     loaded = make_replay(capacity=16, batch_length=3)
     loaded.load(tmp_path, replay.save(tmp_path))
@@ -665,6 +666,7 @@ def test_damaged_files_are_refused(tmp_path, victim, damage, message):
     name = (manifest["chunks"][0] if victim == "chunk" else manifest["counters"])["name"]
     damage(tmp_path / name)
     loaded = make_replay()
+    fill(loaded, 20)
     with pytest.raises(ReplayFileError, match=message) as error:
         loaded.load(tmp_path, manifest)
     assert name in str(error.value)
@@ -733,6 +735,37 @@ def saved_replay(tmp_path_factory):
     replay.save(folder)
     fill(replay, 8, start=14)
     return folder, json_copy(replay.save(folder)), replay
+
+
+def test_manifests_cannot_reach_outside_of_their_folder(tmp_path):
+    """A sound file elsewhere is no file of this replay."""
+    replay = make_replay()
+    fill(replay, 10)
+    manifest = replay.save(tmp_path / "elsewhere")
+    manifest["counters"]["name"] = f"../elsewhere/{manifest['counters']['name']}"
+    with pytest.raises(ReplayFileError, match=r"manifest names '\.\./elsewhere/.*', which is no replay file"):
+        make_replay().load(tmp_path / "elsewhere", manifest)
+
+
+def test_files_over_the_ring_end_are_refused(tmp_path):
+    """Their rows would be written past the ring: a sound file of a longer ring, its manifest altered."""
+    replay = make_replay(capacity=32, batch_length=3)
+    fill(replay, 20)
+    manifest = replay.save(tmp_path) | {"ring_length": 16}
+    with pytest.raises(ReplayFileError, match=r"is 0\.\.20, over the ring's end"):
+        make_replay(capacity=16, batch_length=3).load(tmp_path, manifest)
+
+
+def test_row_numbers_beyond_the_counter_are_refused(saved_replay):
+    """A manifest that is consistent but for numbers that no int64 holds."""
+    folder, manifest, _ = saved_replay
+    altered = json_copy(manifest)
+    altered["rows_written"] += 2**70
+    for chunk in altered["chunks"]:
+        chunk["first"] += 2**70
+        chunk["stop"] += 2**70
+    with pytest.raises(ReplayFileError, match="malformed at rows_written: Input should be less than"):
+        make_replay(capacity=16, batch_length=3).load(folder, altered)
 
 
 @pytest.mark.parametrize("root", [None, [], "text", 3, {}, {"format": "drama-replay-1"}])
