@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from replay_buffer import ReplayBuffer
+from sub_models.cuda_graph import CapturedStep
 
 RESULTS = Path(__file__).parent / "results"
 OBS_SHAPE = (64, 64, 3)
@@ -65,16 +66,9 @@ def device_time(call: Callable[[], object], repeats: int) -> dict[str, float]:
     return summary(times)
 
 
-def graphed(call: Callable[[], object]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+def graphed(call: Callable[[], object]) -> CapturedStep:
+    """Captured within the warm-up of `device_time`."""
+    return CapturedStep(call, torch.device("cuda"), enabled=True)
 
 
 def build(capacity: int, num_envs: int, device: str, out_device: str) -> ReplayBuffer:

@@ -24,6 +24,7 @@ from replay_buffer import (
     row_nbytes,
     world_model_logits,
 )
+from sub_models.cuda_graph import WARMUP_CALLS, CapturedStep
 
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -885,19 +886,6 @@ def forbid_sync():
     forbid(False)
 
 
-def captured(sample, generator_seed: int) -> tuple[torch.cuda.CUDAGraph, Batch]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        sample()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batch = sample()
-    torch.cuda.manual_seed(generator_seed)
-    return graph, batch
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize(("device", "out_device"), [("cuda", "cuda"), ("cpu", "cuda")])
@@ -928,19 +916,18 @@ def test_samplers_run_in_a_cuda_graph(deterministic):
         for name in ("sample_sequences", "sample_contexts"):
             replay = make_replay(capacity=32, num_envs=2, device="cuda", out_device="cuda")
             fill(replay, 10)
-            graph, batch = captured(getattr(replay, name), generator_seed=3)
+            step = CapturedStep(getattr(replay, name), torch.device("cuda"), enabled=True)
+            for _ in range(WARMUP_CALLS + 1):
+                step()
             eager = make_replay(capacity=32, num_envs=2, device="cuda", out_device="cuda")
             fill(eager, 10)
             eager._counters.copy_(replay._counters)
             replayed, expected = [], []
-            for step in range(10, 30):
-                fill(replay, 1, start=step)
-                graph.replay()
-                replayed.append(tags_of(batch))
-            torch.cuda.manual_seed(3)
-            for step in range(10, 30):
-                fill(eager, 1, start=step)
-                expected.append(tags_of(getattr(eager, name)()))
+            for buffer, sample, tags in ((replay, step, replayed), (eager, getattr(eager, name), expected)):
+                torch.cuda.manual_seed(3)
+                for start in range(10, 30):
+                    fill(buffer, 1, start=start)
+                    tags.append(tags_of(sample()))
             assert torch.equal(torch.stack(replayed), torch.stack(expected))
             assert torch.equal(replay._counters, eager._counters)
             assert len({tuple(tags.flatten().tolist()) for tags in replayed}) > 10
