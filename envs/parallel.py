@@ -34,6 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
 
 from envs.common import EnvironmentOutputError
 
@@ -214,17 +215,17 @@ class _Lane:
         vector, self._vector = self._vector, None
         if vector is None:
             return
-        for process in getattr(vector, "processes", []):
+        if not self.asynchronous:
+            vector.close()
+            return
+        for process in vector.processes:
             process.kill()
-        with contextlib.suppress(EOFError, ConnectionError):           # gymnasium may ask the dead for an answer
-            if isinstance(vector, AsyncVectorEnv):
-                vector.close(terminate=True)
-            else:
-                vector.close()
+        vector._state = AsyncState.DEFAULT                             # else close() asks the dead for a pending answer
+        vector.close(terminate=True)
 
     def close(self) -> None:
         """Let the environment close itself, and end its process."""
-        if isinstance(self._vector, AsyncVectorEnv) and self._action is None and self._fault is None:
+        if self.asynchronous and self._vector is not None and self._action is None and self._fault is None:
             with contextlib.suppress(_LaneFault):
                 self._attempt("close")
         self.stop()
