@@ -3,7 +3,8 @@
     pip install -e . --no-build-isolation
 
 Environment: MAMBA_SKIP_CUDA=1 builds for the CPU alone; MAMBA_FORCE_CUDA=1 builds CUDA or fails; MAMBA_SKIP_NATIVE=1
-builds nothing; MAX_JOBS limits parallel compilers; TORCH_CUDA_ARCH_LIST picks GPU architectures (default: 8.0;8.6;8.9;9.0).
+builds nothing; MAX_JOBS limits parallel compilers; TORCH_CUDA_ARCH_LIST picks GPU architectures, by default
+8.0;8.6;8.9;9.0; MAMBA_SANITIZE=address,undefined builds the C++ part for a run under those sanitizers.
 What can't be built is said in one line, and the package then runs on its reference tier.
 """
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parent
 SOURCES = Path("csrc/selective_scan")
 EXTENSION = "mamba_ssm.ops._native_ext"
 DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0"
-SANITIZE = os.environ.get("MAMBA_SANITIZE", "")            # such as "address,undefined", for the CPU part
+SANITIZE = os.environ.get("MAMBA_SANITIZE", "")
 
 
 def main() -> None:
@@ -59,14 +60,16 @@ def native_build() -> tuple[list, dict]:
     say(f"C++ part: built with {compiler}")
     say(f"CUDA part: not built, {why_no_cuda}" if why_no_cuda else f"CUDA part: built with {cpp_extension.CUDA_HOME}")
     extension = cpu_extension(cpp_extension) if why_no_cuda else cuda_extension(cpp_extension)
-    builder = cpp_extension.BuildExtension.with_options(use_ninja=shutil.which("ninja") is not None, no_python_abi_suffix=True)
+    ninja = shutil.which("ninja") is not None
+    builder = cpp_extension.BuildExtension.with_options(use_ninja=ninja, no_python_abi_suffix=True)
     return [extension], {"build_ext": builder}
 
 
 def cpu_extension(cpp_extension):
     """The extension for the CPU alone."""
     flags, link = compiler_flags()
-    return cpp_extension.CppExtension(EXTENSION, sources(".cpp", "cuda"), extra_compile_args=flags, extra_link_args=link)
+    files = sources(".cpp", without="cuda")
+    return cpp_extension.CppExtension(EXTENSION, files, extra_compile_args=flags, extra_link_args=link)
 
 
 def cuda_extension(cpp_extension):
@@ -85,7 +88,8 @@ def compiler_flags() -> tuple[list[str], list[str]]:
     if not SANITIZE:
         return ["-O3", "-Wno-psabi", "-Wno-ignored-attributes"], []
     sanitizer = f"-fsanitize={SANITIZE}"
-    return ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined", "-Wno-psabi", sanitizer], [sanitizer]
+    debug = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
+    return [*debug, "-Wno-psabi", "-Wno-ignored-attributes", sanitizer], [sanitizer]
 
 
 def sources(suffix: str, without: str | None) -> list[str]:

@@ -10,7 +10,7 @@ Letters: B batch, L length, D channels, N state size, G groups, R rank of delta,
 import torch
 import torch.nn.functional as F
 
-from mamba_ssm.ops._native import register_native
+from mamba_ssm.ops._native import MAX_CUDA_STATE, register_native
 from mamba_ssm.ops._native import selective_scan as native_selective_scan
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_integer, check_shape
@@ -20,7 +20,7 @@ from mamba_ssm.ops.tiers import implementation, register, register_operator
 Tensor = torch.Tensor
 
 register_operator("selective_scan", cpu=("cpu",), cuda=("cuda",))
-register_operator("mamba_inner")                        # the parts have tiers of their own
+register_operator("mamba_inner", cpu=("cpu",), cuda=("cuda",))
 
 
 def selective_scan_fn(
@@ -117,7 +117,16 @@ def _spread(weight: Tensor, u: Tensor, A: Tensor) -> Tensor:
 
 
 register("selective_scan", "reference", _selective_scan_reference)
-register_native("selective_scan", cpu=native_selective_scan, cuda=native_selective_scan)
+
+
+def _selective_scan_on_gpu(u, delta, A, *others):
+    """The CUDA kernels, or the reference for what they don't take: float64, and states too wide for their registers."""
+    wide = accumulate_dtype(u, delta, A, *(x for x in others if isinstance(x, Tensor))) == torch.float64
+    run = _selective_scan_reference if wide or A.shape[1] > MAX_CUDA_STATE else native_selective_scan
+    return run(u, delta, A, *others)
+
+
+register_native("selective_scan", cpu=native_selective_scan, cuda=_selective_scan_on_gpu)
 
 
 def mamba_inner_fn(
@@ -185,19 +194,31 @@ def mamba_inner_ref(
 ) -> Tensor:
     """`mamba_inner_fn` from its parts, each on its own tier; autograd keeps the intermediates."""
     _check_mamba_inner(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, A, B, C, checkpoint_lvl)
+    x, z, delta, B, C = _scan_inputs(
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C, B_proj_bias, C_proj_bias,
+        b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps, seq_idx,
+    )  # fmt: skip
+    y = selective_scan_fn(x, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx=seq_idx)
+    return F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias)
+
+
+def _scan_inputs(
+    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C, B_proj_bias, C_proj_bias,
+    b_rms_weight, c_rms_weight, dt_rms_weight, eps, seq_idx,
+):  # fmt: skip
+    """u, z, delta (B, D, L), B and C of the scan inside `mamba_inner_fn`."""
     x, z = xz.chunk(2, dim=1)                                                             # (B, D, L) each
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, seq_idx=seq_idx, activation="silu")
     projected = F.linear(x.transpose(1, 2), x_proj_weight)                                # (B, L, R + ...)
     columns = A.shape[1] * (2 if A.is_complex() else 1)
     widths = [delta_proj_weight.shape[1], columns if B is None else 0, columns if C is None else 0]
     delta, projected_B, projected_C = projected.split(widths, dim=-1)
-    delta = F.linear(_rms_normalise(delta, dt_rms_weight, b_c_dt_rms_eps), delta_proj_weight).transpose(1, 2)
+    delta = F.linear(_rms_normalise(delta, dt_rms_weight, eps), delta_proj_weight).transpose(1, 2)
     if B is None:
-        B = _over_length(projected_B, B_proj_bias, b_rms_weight, b_c_dt_rms_eps, A)
+        B = _over_length(projected_B, B_proj_bias, b_rms_weight, eps, A)
     if C is None:
-        C = _over_length(projected_C, C_proj_bias, c_rms_weight, b_c_dt_rms_eps, A)
-    y = selective_scan_fn(x, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx=seq_idx)
-    return F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias)
+        C = _over_length(projected_C, C_proj_bias, c_rms_weight, eps, A)
+    return x, z, delta, B, C
 
 
 def _over_length(weight: Tensor, bias: Tensor | None, rms_weight: Tensor | None, eps: float, A: Tensor) -> Tensor:
@@ -216,6 +237,81 @@ def _rms_normalise(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 register("mamba_inner", "reference", mamba_inner_ref)
+
+
+class _MambaInner(torch.autograd.Function):
+    """`mamba_inner_ref` that keeps no intermediate: backward runs everything up to the output projection again, once
+    (checkpoint_lvl 1), or forward keeps what that needs (0).   Saved at level 1: the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx, checkpoint_lvl, delta_softplus, eps, seq_idx, out_proj_weight, out_proj_bias, delta_bias, D, *projections
+    ):
+        device_type = projections[0].device.type
+        ctx.autocast = (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+        ctx.checkpoint_lvl, ctx.delta_softplus, ctx.eps, ctx.seq_idx = checkpoint_lvl, delta_softplus, eps, seq_idx
+        ctx.save_for_backward(out_proj_weight, out_proj_bias, delta_bias, D, *projections)
+        with torch.set_grad_enabled(checkpoint_lvl == 0):
+            leaves, y = _MambaInner.gated_scan(ctx, delta_bias, D, *projections)
+        ctx.kept = (leaves, y) if checkpoint_lvl == 0 else None
+        return F.linear(y.detach().transpose(1, 2), out_proj_weight, out_proj_bias)       # (B, L, M)
+
+    @staticmethod
+    def gated_scan(ctx, delta_bias, D, *projections):
+        """Fresh leaves for delta_bias, D and `projections`, and y (B, D, L) computed from them."""
+        wanted = ctx.needs_input_grad[6:]
+        leaves = [
+            tensor if tensor is None else tensor.detach().requires_grad_(need)
+            for tensor, need in zip((delta_bias, D, *projections), wanted, strict=True)
+        ]
+        delta_bias, D, xz, *weights = leaves
+        A = weights[4]
+        u, z, delta, B, C = _scan_inputs(xz, *weights, ctx.eps, ctx.seq_idx)
+        y = selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, ctx.delta_softplus, seq_idx=ctx.seq_idx)
+        return leaves, y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        out_proj_weight, out_proj_bias, *others = ctx.saved_tensors
+        device_type, dtype, enabled = ctx.autocast
+        if ctx.kept is None:
+            with torch.enable_grad(), torch.autocast(device_type, dtype, enabled):
+                leaves, y = _MambaInner.gated_scan(ctx, *others)
+        else:
+            leaves, y = ctx.kept
+        dy = (dout @ out_proj_weight.to(dout.dtype)).transpose(1, 2).to(y.dtype)          # (B, D, L)
+        rows = dout.flatten(0, 1)                                                         # (BL, M)
+        dweight = rows.t() @ y.detach().transpose(1, 2).flatten(0, 1).to(dout.dtype)
+        dbias = None if out_proj_bias is None else rows.sum(0).to(out_proj_bias.dtype)
+        needing = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(y, needing, dy, retain_graph=ctx.kept is not None) if needing else ())
+        grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        return None, None, None, None, dweight.to(out_proj_weight.dtype), dbias, *grads
+
+
+def _mamba_inner_checkpointed(
+    xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias, A, B, C, D,
+    delta_bias, B_proj_bias, C_proj_bias, delta_softplus, checkpoint_lvl, b_rms_weight, c_rms_weight, dt_rms_weight,
+    b_c_dt_rms_eps, seq_idx,
+):  # fmt: skip
+    """`mamba_inner_fn` through `_MambaInner`; a compiler partitions the plain parts better itself."""
+    projections = (
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C, B_proj_bias, C_proj_bias,
+        b_rms_weight, c_rms_weight, dt_rms_weight,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return mamba_inner_ref(
+            *projections[:5], out_proj_weight, out_proj_bias, A, B, C, D, delta_bias, B_proj_bias, C_proj_bias,
+            delta_softplus, checkpoint_lvl, b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps, seq_idx,
+        )  # fmt: skip
+    return _MambaInner.apply(
+        checkpoint_lvl, delta_softplus, b_c_dt_rms_eps, seq_idx, out_proj_weight, out_proj_bias, delta_bias, D,
+        *projections,
+    )  # fmt: skip
+
+
+register_native("mamba_inner", cpu=_mamba_inner_checkpointed, cuda=_mamba_inner_checkpointed)
 
 
 def _check_mamba_inner(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_proj_weight, A, B, C, checkpoint_lvl):

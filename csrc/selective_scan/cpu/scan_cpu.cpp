@@ -6,6 +6,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
+#include <cstdlib>
+#include <string_view>
+
 namespace mamba_ssm::cpu {
 namespace {
 
@@ -13,16 +16,18 @@ static_assert(kChunk == kStateChunk);
 
 enum class InstructionSet { kGeneric, kAvx2, kAvx512 };
 
+// The widest that this processor has; ATEN_CPU_CAPABILITY (default, avx2) lowers it as it does for torch's own kernels.
 InstructionSet instruction_set() {
 #if defined(__x86_64__)
   static const InstructionSet found = [] {
+    const char* variable = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string_view limit = variable ? variable : "";
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      return InstructionSet::kAvx512;
-    }
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? InstructionSet::kAvx2
-                                                                            : InstructionSet::kGeneric;
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (limit == "default" || !avx2) return InstructionSet::kGeneric;
+    return limit == "avx2" || !avx512 ? InstructionSet::kAvx2 : InstructionSet::kAvx512;
   }();
   return found;
 #else
@@ -232,10 +237,10 @@ at::Tensor state_update(at::Tensor& state, const at::Tensor& x, const at::Tensor
   auto decay = prepared(A);
   if (decay.stride(-1) != 0) decay = state_contiguous(decay);
   const auto indices = state_batch_indices.has_value() ? state_batch_indices->to(at::kLong).contiguous() : at::Tensor();
-  if (indices.defined() && indices.numel() > 0) {
-    const auto lowest = indices.min().item<int64_t>(), highest = indices.max().item<int64_t>();
-    TORCH_CHECK_INDEX(lowest >= 0 && highest < state.size(0), "selective_state_update: state_batch_indices reach from ",
-                      lowest, " to ", highest, ", expected rows of state, 0 to ", state.size(0) - 1);
+  for (int64_t b = 0; indices.defined() && b < indices.numel(); ++b) {
+    const auto row = indices.const_data_ptr<int64_t>()[b];
+    TORCH_CHECK_INDEX(row >= 0 && row < state.size(0), "selective_state_update: state_batch_indices holds ", row,
+                      ", expected rows of state, 0 to ", state.size(0) - 1);
   }
   const auto out = at::empty(input.sizes(), input.options());
 

@@ -92,11 +92,11 @@ template <typename V, typename R>
 inline V broadcast(R x) { return V{} + x; }
 
 // 2^x: x = i + f with |f| <= 1/2, a Chebyshev fit of 2^f (error 2e-9 and 3e-18), times 2^i. Results below the smallest
-// normal number stay at it, which a state cannot tell from zero; NaN stays NaN.
-inline Vec<float> exp2_vector(Vec<float> x) {
+// normal number are zero, results above the largest infinite; NaN stays NaN.
+inline Vec<float> exp2_vector(Vec<float> exponent) {
   using V = Vec<float>;
-  x = x < -126.0f ? broadcast<V>(-126.0f) : x;
-  x = x > 127.9f ? broadcast<V>(127.9f) : x;
+  V x = exponent < -126.0f ? broadcast<V>(-126.0f) : exponent;
+  x = x > 127.4f ? broadcast<V>(127.4f) : x;
   const V shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which its low mantissa bits then hold
   const V f = x - (shifted - 12582912.0f);
   V p = f * 0.000154614447f + 0.00134004282f;
@@ -105,12 +105,14 @@ inline Vec<float> exp2_vector(Vec<float> x) {
   p = p * f + 0.240226509f;
   p = p * f + 0.693147207f;
   p = p * f + 1.0f;
-  return p * bits<V>((bits<IntVec<float>>(shifted) + 127) << 23);
+  const V result = p * bits<V>((bits<IntVec<float>>(shifted) + 127) << 23);
+  const V high = exponent > 127.4f ? broadcast<V>(__builtin_inff()) : result;
+  return exponent < -126.0f ? V{} : high;
 }
-inline Vec<double> exp2_vector(Vec<double> x) {
+inline Vec<double> exp2_vector(Vec<double> exponent) {
   using V = Vec<double>;
-  x = x < -1022.0 ? broadcast<V>(-1022.0) : x;
-  x = x > 1023.9 ? broadcast<V>(1023.9) : x;
+  V x = exponent < -1022.0 ? broadcast<V>(-1022.0) : exponent;
+  x = x > 1023.4 ? broadcast<V>(1023.4) : x;
   const V shifted = x + 6755399441055744.0;  // 1.5 * 2^52
   const V f = x - (shifted - 6755399441055744.0);
   V p = f * 4.455817908336064493e-10 + 7.0741942972885210056e-9;
@@ -124,7 +126,9 @@ inline Vec<double> exp2_vector(Vec<double> x) {
   p = p * f + 0.24022650695910159567;
   p = p * f + 0.69314718055994530925;
   p = p * f + 1.0;
-  return p * bits<V>((bits<IntVec<double>>(shifted) + 1023) << 52);
+  const V result = p * bits<V>((bits<IntVec<double>>(shifted) + 1023) << 52);
+  const V high = exponent > 1023.4 ? broadcast<V>(__builtin_inf()) : result;
+  return exponent < -1022.0 ? V{} : high;
 }
 
 // exp(Δ A) from A log2(e).
