@@ -4,6 +4,7 @@ Image observations (uint8, H x W, H x W x 1, H x W x 3 or channels first) are re
 the `render()` frames. Box actions with finite bounds are scaled to -1..1, Discrete ones start at 0.
 """
 
+import importlib
 from typing import Any
 
 import gymnasium
@@ -70,14 +71,23 @@ def build_registered(name: str, image_size: int) -> gymnasium.Env:
 
 
 def find_registration(name: str) -> gymnasium.envs.registration.EnvSpec:
-    """gymnasium's record of `name`; UnknownEnvironment where there is none."""
+    """gymnasium's record of `name`, its module imported first; UnknownEnvironment where there is none."""
+    module, _, env_id = name.rpartition(":")
+    if module:
+        _import_for(name, module)
     try:
-        return gymnasium.spec(name)
-    except ModuleNotFoundError as error:
-        raise UnknownEnvironment(name, f"cannot import the module before the colon ({error})", []) from error
+        return gymnasium.spec(env_id)
     except gymnasium.error.Error as error:
         known = ["ALE/Pong-v5", "Toy/Catch-v0", "Toy/Recall-v0", "Toy/Reach-v0", *gymnasium.registry]
         raise UnknownEnvironment(name, "not an environment that this machine knows", known) from error
+
+
+def _import_for(name: str, module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        problem = f"cannot import the module before the colon ({error}; is its folder on PYTHONPATH?)"
+        raise UnknownEnvironment(name, problem, []) from error
 
 
 def _is_image(space: gymnasium.Space) -> bool:
