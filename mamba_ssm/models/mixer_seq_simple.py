@@ -4,20 +4,25 @@ Letters: B batch, L length, M d_model, V vocabulary, Z width of the latent, A wi
 """
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.recurrent_state import RecurrentState
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
+from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
 from mamba_ssm.ops.checks import check_choice, check_shape
 from mamba_ssm.ops.triton.layer_norm import RMSNorm
-from mamba_ssm.utils.generation import InferenceParams
+from mamba_ssm.utils.generation import GenerationMixin, GenerationOutput, InferenceParams
+from mamba_ssm.utils.hf import load_config_hf, load_state_dict_hf, save_model_folder
 
 Tensor = torch.Tensor
 
@@ -34,18 +39,24 @@ def create_block(
     fused_add_norm: bool = False,
     layer_idx: int | None = None,
     dropout: float = 0.0,
+    attn_layer_idx: Sequence[int] | None = None,
+    attn_cfg: dict | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Block:
-    """One residual block. ssm_cfg: "layer" ("Mamba", the default, or "Mamba2") and that mixer's arguments."""
+    """One residual block. ssm_cfg: "layer" ("Mamba", the default, or "Mamba2") and that mixer's arguments; layers in
+    attn_layer_idx are attention instead, with attn_cfg as MHA's arguments."""
     factory = {"device": device, "dtype": dtype}
     options = dict(ssm_cfg or {})
     layer = options.pop("layer", "Mamba")
     check_choice("create_block", "ssm_cfg['layer']", layer, tuple(MIXERS))
+    mixer = MIXERS[layer]
+    if layer_idx in (attn_layer_idx or ()):
+        mixer, options = MHA, dict(attn_cfg or {})
     mlp_cls = nn.Identity if d_intermediate == 0 else partial(GatedMLP, hidden_features=d_intermediate, **factory)
     norm_cls = partial(RMSNorm if rms_norm else nn.LayerNorm, eps=norm_epsilon, **factory)
     return Block(
-        d_model, partial(MIXERS[layer], layer_idx=layer_idx, **options, **factory), mlp_cls, norm_cls=norm_cls,
+        d_model, partial(mixer, layer_idx=layer_idx, **options, **factory), mlp_cls, norm_cls=norm_cls,
         fused_add_norm=fused_add_norm, residual_in_fp32=residual_in_fp32, dropout=dropout,
     )  # fmt: skip
 
@@ -81,6 +92,8 @@ class BlockStack(nn.Module):
         fused_add_norm: bool = True,
         residual_in_fp32: bool = True,
         dropout: float = 0.0,
+        attn_layer_idx: Sequence[int] | None = None,
+        attn_cfg: dict | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -90,7 +103,7 @@ class BlockStack(nn.Module):
         self.layers = nn.ModuleList(
             create_block(
                 d_model, d_intermediate, ssm_cfg, norm_epsilon, rms_norm, residual_in_fp32, fused_add_norm, layer_idx,
-                dropout, **factory,
+                dropout, attn_layer_idx, attn_cfg, **factory,
             )
             for layer_idx in range(n_layer)
         )  # fmt: skip
@@ -134,6 +147,8 @@ class MixerModel(BlockStack):
         d_intermediate: int,
         vocab_size: int,
         ssm_cfg: dict | None = None,
+        attn_layer_idx: Sequence[int] | None = None,
+        attn_cfg: dict | None = None,
         norm_epsilon: float = 1e-5,
         rms_norm: bool = False,
         initializer_cfg: dict | None = None,
@@ -142,10 +157,10 @@ class MixerModel(BlockStack):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        """initializer_cfg: arguments of `init_weights`."""
+        """attn_layer_idx: the layers that are attention; initializer_cfg: arguments of `init_weights`."""
         super().__init__(
             d_model, n_layer, d_intermediate, ssm_cfg, norm_epsilon, rms_norm, fused_add_norm, residual_in_fp32,
-            device=device, dtype=dtype,
+            attn_layer_idx=attn_layer_idx, attn_cfg=attn_cfg, device=device, dtype=dtype,
         )  # fmt: skip
         self.embedding = nn.Embedding(vocab_size, d_model, device=device, dtype=dtype)
         residuals = 1 if d_intermediate == 0 else 2
@@ -154,6 +169,105 @@ class MixerModel(BlockStack):
     def forward(self, input_ids: Tensor, inference_params: InferenceParams | None = None, **mixer_kwargs) -> Tensor:
         """input_ids (B, L) integers -> (B, L, M); mixer_kwargs: seq_idx (B, L), cu_seqlens (S+1) ..."""
         return self.run_blocks(self.embedding(input_ids), inference_params=inference_params, **mixer_kwargs)
+
+
+class CausalLMOutput(NamedTuple):
+    """logits (B, L or num_last_tokens, V)."""
+
+    logits: Tensor
+
+
+class MambaLMHeadModel(nn.Module, GenerationMixin):
+    """Language model: `MixerModel` and a linear head, with the embedding's weight unless the config unties it."""
+
+    def __init__(
+        self,
+        config: MambaConfig,
+        initializer_cfg: dict | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """initializer_cfg: arguments of `init_weights`."""
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.config = config
+        self.backbone = MixerModel(
+            config.d_model, config.n_layer, config.d_intermediate, config.padded_vocab_size, config.ssm_cfg,
+            config.attn_layer_idx, config.attn_cfg, rms_norm=config.rms_norm, initializer_cfg=initializer_cfg,
+            fused_add_norm=config.fused_add_norm, residual_in_fp32=config.residual_in_fp32, **factory,
+        )  # fmt: skip
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, **factory)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head use the embedding's weight, if the config ties them."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs
+    ) -> dict[int, object]:
+        """The layers' states by layer index."""
+        return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: InferenceParams | None = None,
+        num_last_tokens: int = 0,
+        **mixer_kwargs,
+    ) -> CausalLMOutput:
+        """input_ids (B, L) integers; position_ids: taken from callers that have them, not needed; num_last_tokens > 0
+        keeps only the logits of that many last rows; mixer_kwargs: seq_idx (B, L), cu_seqlens (S+1) ..."""
+        hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
+        if num_last_tokens > 0:
+            hidden_states = hidden_states[:, -num_last_tokens:]
+        return CausalLMOutput(self.lm_head(hidden_states))
+
+    def generate(self, input_ids: Tensor, max_length: int, **kwargs) -> GenerationOutput | Tensor:
+        """`GenerationMixin.generate` that never chooses the padding behind the vocabulary."""
+        return super().generate(input_ids, max_length, **{"vocab_size": self.config.vocab_size, **kwargs})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name: str | os.PathLike,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs,
+    ) -> "MambaLMHeadModel":
+        """The model in a folder that `save_pretrained` wrote, or one with the usual parameter names; kwargs go to the
+        constructor. Missing or unknown parameters, and shapes that differ, raise ValueError with their names."""
+        config = MambaConfig.from_dict(load_config_hf(pretrained_model_name))
+        model = cls(config, device=device, dtype=dtype, **kwargs)
+        model._load(load_state_dict_hf(pretrained_model_name, device), str(pretrained_model_name))
+        return model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, safe_serialization: bool = False) -> None:
+        """Write config.json and pytorch_model.bin, or with safe_serialization model.safetensors."""
+        state = self.state_dict()
+        if self.config.tie_embeddings:
+            del state["lm_head.weight"]                      # the embedding's, written once
+        save_model_folder(save_directory, self.config.to_dict(), state, safe_serialization)
+
+    def _load(self, state: dict[str, Tensor], source: str) -> None:
+        own = self.state_dict()
+        if self.config.tie_embeddings:
+            state.setdefault("lm_head.weight", state.get("backbone.embedding.weight", own["lm_head.weight"]))
+        faults = {
+            "missing": sorted(set(own) - set(state)),
+            "unknown": sorted(set(state) - set(own)),
+            "of another shape": [
+                f"{name} {tuple(state[name].shape)}, expected {tuple(own[name].shape)}"
+                for name in sorted(set(own) & set(state))
+                if own[name].shape != state[name].shape
+            ],
+        }
+        if any(faults.values()):
+            listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
+            raise ValueError(f"{source}: the weights do not fit the configuration: {listed}")
+        self.load_state_dict(state)
 
 
 class MambaWrapperModel(BlockStack):
