@@ -149,7 +149,8 @@ def masked_quantile(x: Tensor, weight: Tensor, q: float) -> Tensor:
     last = (alive.sum() - 1).clamp(min=0)
     position = q * last.to(ordered.dtype)
     lower = position.floor().long()
-    low_value, high_value = ordered[lower], ordered[torch.minimum(lower + 1, last)]
+    neighbours = torch.stack((lower, torch.minimum(lower + 1, last)))
+    low_value, high_value = ordered.index_select(0, neighbours).unbind()  # plain indexing would wait for the device
     quantile = low_value + (position - lower) * (high_value - low_value)
     return torch.where(alive.any(), quantile, torch.zeros_like(quantile))
 

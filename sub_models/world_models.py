@@ -317,6 +317,11 @@ class WorldModel(nn.Module):
 
     # --- learning ---
 
+    def compile_stacks(self) -> None:
+        """Compile the convolution stacks, where most of an update's time goes; state dicts keep their names."""
+        self.encoder.compile(dynamic=False)
+        self.decoder.compile(dynamic=False)
+
     def loss(self, batch: "Batch") -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of section 2 of the paper, averaged over B and L, and its parts as detached 0-d tensors.
 

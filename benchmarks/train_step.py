@@ -1,0 +1,129 @@
+"""Time of one environment step of training, part by part: acting, world-model update, imagination, agent update.
+
+    python benchmarks/train_step.py --steps 20 [--modes eager,compile,graph,graph+compile] [--config FILE] [--Section.Key V]
+
+Variants are compared in one run: `eager` launches every kernel from Python, `graph` replays captured CUDA graphs,
+`compile` compiles the convolution stacks; on a CPU there is only `eager`. Figures are medians over `--steps` repeats after
+warm-up, launched from Python and waited for. JSON goes to benchmarks/results/.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from envs.collector import Collector
+from mamba_ssm.ops.tiers import use_tier
+from sub_models.acting import Actor
+from sub_models.cuda_graph import WARMUP_CALLS, CapturedStep
+from train import build, make_env_vector
+from utils import Config, load_config, override_config, resolve_device, seed_everything
+
+MODES = {
+    "eager": {"BasicSettings.Use_cg": "false", "BasicSettings.Compile": "false"},
+    "compile": {"BasicSettings.Use_cg": "false", "BasicSettings.Compile": "true"},
+    "graph": {"BasicSettings.Use_cg": "true", "BasicSettings.Compile": "false"},
+    "graph+compile": {"BasicSettings.Use_cg": "true", "BasicSettings.Compile": "true"},
+}
+VARIANTS = [("Mamba2", "AC"), ("Mamba", "AC"), ("Transformer", "AC"), ("Mamba2", "PPO")]
+
+
+def timed(function: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
+    """Median, fastest and slowest of `steps` calls in ms, each waited for, after warm-up and capture."""
+    for _ in range(WARMUP_CALLS + 2):
+        function()
+    samples = []
+    for _ in range(steps):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(1e3 * (time.perf_counter() - start))
+    return {"median_ms": statistics.median(samples), "min_ms": min(samples), "max_ms": max(samples)}
+
+
+def measure(config: Config, steps: int) -> dict[str, dict[str, float] | float]:
+    """Times of every part of a step under one configuration."""
+    device = resolve_device(config.BasicSettings.Device)
+    seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
+    training, graphs = config.JointTrainAgent, config.BasicSettings.Use_cg
+    env = make_env_vector(config, 0)
+    world_model, agent, replay = build(config, env, device)
+    actor = Actor(world_model, agent, training.RealityContextLength, training.ActOn, capture=graphs)
+    collector = Collector(env, actor)
+    while not replay.can_sample(training.WorldModelWarmUp):
+        collector.send(explore=True)
+        replay.append(*collector.receive())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    horizon = training.ImagineBatchLength
+    update = CapturedStep(lambda: world_model.update(replay.sample_sequences()), device, graphs)
+    imagine = CapturedStep(lambda: world_model.imagine(agent, replay.sample_contexts(), horizon), device, graphs)
+    rollout = world_model.imagine(agent, replay.sample_contexts(), horizon)
+    learn = CapturedStep(lambda: agent.update(rollout), device, graphs)
+    obs = torch.zeros((1, *env.observation_space.shape), dtype=torch.uint8).numpy()
+    state = actor.init_state(obs)
+    parts = {
+        "world_model_update": update,
+        "imagination": imagine,
+        "agent_update": learn,
+        "acting": lambda: actor.act(obs, state),
+    }
+    result = {name: timed(function, device, steps) for name, function in parts.items()}
+
+    def environment() -> None:
+        collector.send(explore=True)
+        replay.append(*collector.receive())
+
+    result["environment_and_replay"] = timed(environment, device, steps)
+    result["sum_ms"] = sum(part["median_ms"] for part in result.values())
+    if device.type == "cuda":
+        result["peak_memory_besides_replay_mib"] = (torch.cuda.max_memory_allocated(device) - held) / 2**20
+    env.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--modes", default=None, help="comma-separated, default: all on a GPU, eager on a CPU")
+    parser.add_argument("--variants", default=None, help="comma-separated Backbone-Policy, default: four")
+    parser.add_argument("--out", default=None, help="JSON file, default: benchmarks/results/train_step_<device>.json")
+    options, words = parser.parse_known_args()
+    base = load_config(words, "train.py").config
+    device = resolve_device(base.BasicSettings.Device)
+    modes = options.modes.split(",") if options.modes else (list(MODES) if device.type == "cuda" else ["eager"])
+    variants = [tuple(v.split("-")) for v in options.variants.split(",")] if options.variants else VARIANTS
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    report = {"device": name, "torch": torch.__version__, "python": platform.python_version(), "results": []}
+    print(f"{name}, torch {torch.__version__}; median ms of {options.steps}")
+    header = ("world_model_update", "imagination", "agent_update", "acting", "environment_and_replay")
+    print(f"{'variant':<18}{'mode':<15}" + "".join(f"{column:>24}" for column in (*header, "sum")))
+    for backbone, policy in variants:
+        for mode in modes:
+            given = {"Models.WorldModel.Backbone": backbone, "Models.Agent.Policy": policy, **MODES[mode]}
+            config = override_config(base, given)
+            with use_tier(config.BasicSettings.Kernels):
+                result = measure(config, options.steps)
+            report["results"].append({"backbone": backbone, "policy": policy, "mode": mode, **result})
+            columns = [result[column]["median_ms"] for column in header] + [result["sum_ms"]]
+            print(f"{backbone + ' + ' + policy:<18}{mode:<15}" + "".join(f"{value:>24.3f}" for value in columns), flush=True)
+    out = Path(options.out or Path(__file__).parent / "results" / f"train_step_{device.type}.json")
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
