@@ -18,7 +18,9 @@ LOG_DECAY_FLOOR = -1000.0
 def chunk_cumsum(dt: Tensor, A: Tensor) -> Tensor:
     """Running log-decay of each chunk: dt (B, K, Q, H), A (H) -> (B, K, H, Q) float64."""
     log_decay = (dt.double() * A.double()).clamp(min=LOG_DECAY_FLOOR)
-    return log_decay.transpose(2, 3).cumsum(dim=-1)
+    size = log_decay.shape[2]
+    until = torch.ones(size, size, dtype=torch.float64, device=dt.device).triu()          # (j, i): 1 where j <= i
+    return torch.matmul(log_decay.transpose(2, 3), until)    # torch.cumsum is not deterministic on every GPU
 
 
 def chunk_state(B: Tensor, x: Tensor, dt: Tensor, dA_cumsum: Tensor, pieces: Tensor | None = None) -> Tensor:
