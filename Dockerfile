@@ -25,8 +25,8 @@ ENV PATH=/opt/venv/bin:$PATH \
     TRITON_CACHE_DIR=/tmp/triton \
     TORCHINDUCTOR_CACHE_DIR=/tmp/inductor
 
-COPY --chown=drama:drama requirements.txt .
-RUN python3 -m venv /opt/venv && pip install -r requirements.txt
+COPY --chown=drama:drama requirements.txt requirements-envs.txt ./
+RUN python3 -m venv /opt/venv && pip install -r requirements.txt -r requirements-envs.txt
 
 COPY --chown=drama:drama . .
 

@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DISTRIBUTIONS = {"cv2": "opencv-python-headless", "yaml": "PyYAML", "ale_py": "ale-py"}
-OPTIONAL = {"triton", "wandb", "causal_conv1d", "dm_control", "memory_maze", "safetensors"}  # imported only where found
-SOURCES = {
-    "requirements.txt": ("*.py", "envs/**/*.py", "sub_models/**/*.py", "mamba_ssm/**/*.py"),
-    "requirements-dev.txt": ("tests/**/*.py",),
-}
+DISTRIBUTIONS = {"cv2": "opencv-python-headless", "yaml": "PyYAML"}          # where they differ from the module
+OPTIONAL = {"triton", "wandb", "causal-conv1d", "huggingface-hub", "safetensors"}       # imported only where found
+SOURCE = ("*.py", "envs/**/*.py", "sub_models/**/*.py", "mamba_ssm/**/*.py")
+TESTS = ("tests/**/*.py", "benchmarks/**/*.py")
 
 
 def pins(name: str) -> set[str]:
@@ -27,22 +25,25 @@ def pins(name: str) -> set[str]:
     return found
 
 
-def third_party_imports(path: Path) -> set[str]:
+def imported_distributions(*patterns: str) -> set[str]:
+    """What the files import that is neither ours nor Python's, in lower case."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(node.module.split(".")[0])
+    for path in {path for pattern in patterns for path in ROOT.glob(pattern)}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module.split(".")[0])
     ours = {path.stem for path in ROOT.glob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
-    return names - ours - set(sys.stdlib_module_names) - OPTIONAL
+    foreign = names - ours - set(sys.stdlib_module_names)
+    return {DISTRIBUTIONS.get(name, name.replace("_", "-")).lower() for name in foreign}
 
 
 def test_every_imported_package_is_pinned():
-    for requirements, patterns in SOURCES.items():
-        imported = {name for pattern in patterns for path in ROOT.glob(pattern) for name in third_party_imports(path)}
-        wanted = {DISTRIBUTIONS.get(name, name).lower() for name in imported}
-        assert sorted(wanted - pins(requirements)) == []
+    """The program's own in requirements.txt, those of some environments apart, the tests' besides."""
+    wanted = imported_distributions(*SOURCE) - OPTIONAL
+    assert sorted(wanted - pins("requirements.txt") - pins("requirements-envs.txt")) == []
+    assert sorted(imported_distributions(*TESTS) - OPTIONAL - pins("requirements-dev.txt")) == []
 
 
 def test_the_readme_opens_with_two_commands_of_one_line():
