@@ -7,6 +7,9 @@ Rows before the first come from `initial_states`, or are zero. With `seq_idx` a 
 Letters: B batch, L length, D channels, W width, S length of the rolling window (S >= W-1).
 """
 
+import importlib
+import importlib.util
+
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +21,9 @@ Tensor = torch.Tensor
 
 ACTIVATIONS = (None, "silu", "swish")
 
-register_operator("causal_conv1d")
+PACKAGE = "causal_conv1d"                                  # its CUDA kernels are one pass over x where ours are several
+
+register_operator("causal_conv1d", cuda=("cuda",) if importlib.util.find_spec(PACKAGE) else ())
 register_operator("causal_conv1d_update")
 
 
@@ -139,7 +144,17 @@ def _update_reference(x, conv_state, weight, bias, activation):
     return out.squeeze(-1) if x.dim() == 2 else out
 
 
+def _conv_package(x, weight, bias, seq_idx, initial_states, return_final_states, activation):
+    """The package's kernel for what it takes in every version, our reference for the rest."""
+    plain = seq_idx is None and initial_states is None and not return_final_states
+    if not plain or x.dtype == torch.float64 or not 2 <= weight.shape[1] <= 4 or x.numel() == 0:
+        return _conv_reference(x, weight, bias, seq_idx, initial_states, return_final_states, activation)
+    return importlib.import_module(PACKAGE).causal_conv1d_fn(x, weight, bias, activation=activation)
+
+
 register("causal_conv1d", "reference", _conv_reference)
+if importlib.util.find_spec(PACKAGE):
+    register("causal_conv1d", "cuda", _conv_package)
 register("causal_conv1d_update", "reference", _update_reference)
 
 
