@@ -11,18 +11,41 @@ neither.
 """
 
 import functools
-from typing import Any
+import importlib.metadata
+import importlib.util
+import os
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 
+from envs import my_dmc, my_memory_maze, rendering
 from envs.common import EnvironmentOutputError
-from envs.my_atari import build_atari
+from envs.my_atari import atari_games, build_atari
+from envs.my_dmc import build_dmc, is_control_name
+from envs.my_memory_maze import build_memory_maze
 from envs.parallel import VectorEnv
 from envs.registered import build_registered, find_registration
-from envs.toy import build_toy
+from envs.toy import TOY_NAMES, build_toy
 
-__all__ = ["Episode", "make_env", "make_vec_env"]
+RENDERED_FAMILIES = ("dmc", "memory_maze")
+
+OPTIONAL_FAMILIES = {                                                  # family -> packages, what to install
+    "dmc/<domain>-<task>": (("dm_control", "mujoco"), my_dmc.REQUIREMENTS),
+    "memory_maze:MemoryMaze-<size>-v0": (("memory_maze", "gym", "dm_control", "mujoco"), my_memory_maze.REQUIREMENTS),
+    "gymnasium ids that pygame draws": (("pygame",), "pygame==2.6.1"),
+}
+
+__all__ = ["Episode", "FamilyStatus", "environment_report", "make_env", "make_vec_env"]
+
+
+class FamilyStatus(NamedTuple):
+    """A line of environment_report; `fix` is empty where there is nothing to do."""
+
+    family: str
+    ok: bool
+    detail: str
+    fix: str
 
 
 class Episode(gymnasium.Wrapper):
@@ -153,8 +176,12 @@ def make_vec_env(name: str, config: Any, num_envs: int, seed: int, asynchronous:
 
     asynchronous: worker processes (True) or this process (False); None: workers where there is more than one.
     """
-    registration = None if _family_of(name) else find_registration(name)
-    build = functools.partial(_build_in_worker, registration, name, config)
+    family = _family_of(name)
+    registration = find_registration(name) if family is None else None
+    if family in RENDERED_FAMILIES:
+        rendering.choose_backend(name)                                           # once, and not again in each worker
+    backend = os.environ.get(rendering.VARIABLE)
+    build = functools.partial(_build_in_worker, backend, registration, name, config)
     return VectorEnv(
         build,
         name=name,
@@ -166,8 +193,40 @@ def make_vec_env(name: str, config: Any, num_envs: int, seed: int, asynchronous:
     )
 
 
-def _build_in_worker(registration: Any, name: str, config: Any, seed: int) -> Episode:
-    """make_env for a process that may not know an environment that a script registered in the main process."""
+def environment_report() -> list[FamilyStatus]:
+    """Which families this machine can run, and whether it can render physics (a trial that takes seconds)."""
+    report = [
+        FamilyStatus("ALE/<Game>-v5", True, f"{len(atari_games())} games", ""),
+        FamilyStatus("Toy/<name>-v0", True, ", ".join(TOY_NAMES), ""),
+    ]
+    for family, (packages, requirements) in OPTIONAL_FAMILIES.items():
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            problem = f"not installed: {', '.join(missing)}"
+            report.append(FamilyStatus(family, False, problem, f"pip install {requirements}"))
+        else:
+            versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+            report.append(FamilyStatus(family, True, versions, ""))
+    if importlib.util.find_spec("dm_control") is not None:
+        report.append(_rendering_status())
+    return report
+
+
+def _rendering_status() -> FamilyStatus:
+    chosen = os.environ.get(rendering.VARIABLE)
+    failures = {}
+    for backend in [chosen] if chosen else rendering.DEBIAN_PACKAGES:
+        failures[backend] = rendering.probe_backend(backend)
+        if failures[backend] is None:
+            return FamilyStatus("rendering", True, f"a scene was rendered with {rendering.VARIABLE}={backend}", "")
+    problems = "; ".join(f"{backend}: {failure}" for backend, failure in failures.items())
+    return FamilyStatus("rendering", False, problems, rendering.install_hint())
+
+
+def _build_in_worker(backend: str | None, registration: Any, name: str, config: Any, seed: int) -> Episode:
+    """make_env for a process that may not know what the main one does: rendering backend, registered environments."""
+    if backend is not None:
+        os.environ[rendering.VARIABLE] = backend
     if registration is not None:
         gymnasium.registry.setdefault(registration.id, registration)
     return make_env(name, config, seed)
@@ -179,6 +238,10 @@ def _family_of(name: str) -> str | None:
         return "atari"
     if name.startswith("Toy/"):
         return "toy"
+    if is_control_name(name):
+        return "dmc"
+    if name.startswith(("memory_maze:", "MemoryMaze-")):
+        return "memory_maze"
     return None
 
 
@@ -190,4 +253,8 @@ def _build(name: str, config: Any) -> gymnasium.Env:
         return build_atari(name, size, atari.FrameSkip, atari.RepeatActionProbability, atari.NoopMax)
     if family == "toy":
         return build_toy(name, size, config.Env.Toy.RecallDelay)
+    if family == "dmc":
+        return build_dmc(name, size)
+    if family == "memory_maze":
+        return build_memory_maze(name, size)
     return build_registered(name, size)

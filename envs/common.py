@@ -17,6 +17,10 @@ class UnknownEnvironment(ValueError):
         super().__init__(f"Env_name {name!r}: {problem}{hint}")
 
 
+class EnvironmentUnavailable(ImportError):
+    """A family that cannot run on this machine as it is. Says which package or graphics library to install."""
+
+
 class EnvironmentOutputError(ValueError):
     """An environment broke its own contract (dtype, shape, range, NaN). Restarting it would not help."""
 

@@ -5,6 +5,7 @@ the `render()` frames. Box actions with finite bounds are scaled to -1..1, Discr
 """
 
 import importlib
+import os
 from typing import Any
 
 import gymnasium
@@ -66,6 +67,7 @@ def build_registered(name: str, image_size: int) -> gymnasium.Env:
                 f"'rgb_array' frames in their place (its render_modes: {list(modes)})"
             )
         env.close()
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")              # pygame draws to memory, also without a screen
         env = gymnasium.make(spec, render_mode="rgb_array", disable_env_checker=True)
     return ImageObservation(UnitAction(env, name), image_size, from_render)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
-import psutil
 import pytest
 
 from env_wrapper import Episode
@@ -299,7 +298,15 @@ def test_wrong_arguments():
 
 
 def workers_of(envs):
-    return [psutil.Process(process.pid) for lane in envs._lanes for process in lane._vector.processes]
+    return [process.pid for lane in envs._lanes for process in lane._vector.processes]
+
+
+def assert_end(pids):
+    """All of them, within seconds."""
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_close_leaves_no_process():
@@ -308,7 +315,7 @@ def test_close_leaves_no_process():
     workers = workers_of(envs)
     envs.step_async(np.array([1, 1]))                                  # closed with an answer under way
     envs.close()
-    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    assert_end(workers)
     envs.close()
 
 
@@ -338,10 +345,7 @@ def test_workers_end_with_the_main_process(ending, tmp_path):
         pids = [int(word) for word in script.stdout.readline().split()]
         script.wait(timeout=60)
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert_end(pids)
 
 
 def test_workers_ignore_ctrl_c():
@@ -349,7 +353,7 @@ def test_workers_ignore_ctrl_c():
     with vector(build_catch, 2, asynchronous=True) as envs:
         envs.reset()
         for worker in workers_of(envs):
-            worker.send_signal(signal.SIGINT)
+            os.kill(worker, signal.SIGINT)
         time.sleep(0.1)
         assert not envs.step(np.array([1, 1])).restarted.any()
         assert len(envs.get_state()) == 2
