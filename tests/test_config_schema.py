@@ -209,6 +209,48 @@ def test_any_value_builds_or_is_refused_in_one_line_that_names_its_key(key, valu
         assert lookup(change(changed, (key, lookup(changed, key))), key) == lookup(changed, key)
 
 
+VALID = {
+    "true or false": st.booleans(),
+    "integer >= 1": st.integers(1, 2**31 - 1),
+    "integer >= 2": st.integers(2, 2**31 - 1),
+    "integer >= 0": st.integers(0, 2**31 - 1),
+    "odd integer >= 1": st.integers(0, 2**30 - 1).map(lambda half: 2 * half + 1),
+    "integer from 1 to 256": st.integers(1, 256),
+    "integer from 0 to 4294967295": st.integers(0, 2**32 - 1),
+    "number > 0": st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    "number >= 0": st.floats(min_value=0, allow_infinity=False),
+    "number from 0 to 1": st.floats(0, 1),
+    "number >= 0 and < 1": st.floats(0, 1, exclude_max=True),
+    "number > 0 and < 1": st.floats(0, 1, exclude_min=True, exclude_max=True),
+    "text": st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable() and text.strip()),
+    "path or null": st.sampled_from([None, "runs/a", "/tmp/x y.pt"]),
+    "name of an environment, without blanks": st.sampled_from(["ALE/Boxing-v5", "dmc/walker-walk", "a:B-v0"]),
+    "up to 64 letters, digits and . _ + = -": st.from_regex(r"[a-z0-9._+=-]{1,64}", fullmatch=True),
+    "auto, cpu, cuda or cuda:N": st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:12"]),
+    "list of integers >= 1": st.lists(st.integers(1, 64), min_size=1, max_size=6),
+    "list [channels, height, width] of integers >= 1": st.lists(st.integers(1, 512), min_size=3, max_size=3),
+}
+
+
+def valid_values(key: str) -> st.SearchStrategy:
+    annotation = KEYS[key].annotation
+    return st.sampled_from(get_args(annotation)) if get_origin(annotation) is Literal else VALID[describe(KEYS[key])]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), key=st.sampled_from(sorted(KEYS)))
+def test_any_allowed_value_is_taken_unless_a_rule_between_keys_forbids_it(data, key):
+    """Typed and as a word. A rule's message is told from a type's by not saying what the key accepts."""
+    config = load_config([], "train.py").config
+    value = data.draw(valid_values(key))
+    word = "null" if value is None else str(value)
+    for written in (value, word):
+        try:
+            assert lookup(change(config, (key, written)), key) == (tuple(value) if isinstance(value, list) else value)
+        except ConfigError as error:
+            assert not str(error).startswith(f"{key} = {written}: must be {describe(KEYS[key])}"), error
+
+
 WRONG = {
     bool: ["maybe", "2", 2, None, "", [True]],
     int: ["x", "1.5", 1.5, "nan", "inf", None, "", True, "-1", -1, [1], 2**40, "9" * 5000],
