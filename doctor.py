@@ -20,8 +20,8 @@ import torch
 
 from agents import build_agent
 from checkpoints import CheckpointError, read_model
-from env_wrapper import make_env
-from envs.common import UnknownEnvironment
+from env_wrapper import environment_report, make_env
+from envs.common import UnusableEnvironment
 from mamba_ssm.ops import tiers
 from replay_buffer import row_nbytes
 from sub_models.world_models import build_sequence_model, build_world_model
@@ -30,7 +30,6 @@ from utils import Config, ConfigError, isolated_rng, resolve_device
 SELF_TEST_TOLERANCE = 1e-3                       # relative, fp32; a wrong kernel is off by far more, tf32 by less
 STORED_ACTIVATIONS = 3                           # of each layer: before the norm, after it, after the activation
 OPTIMISER_COPIES = 4                             # weight, gradient and two moments
-FAMILIES = {"ALE/<Game>-v5": "ale_py", "dmc/<domain>-<task>": "dm_control", "memory_maze:<id>": "memory_maze"}
 MIB, GIB = 2.0**20, 2.0**30
 
 
@@ -192,7 +191,7 @@ def _environment(config: Config) -> Iterator[Finding]:
     name = config.BasicSettings.Env_name
     try:
         env = make_env(name, config, seed=0)
-    except (UnknownEnvironment, ImportError) as error:
+    except (UnusableEnvironment, ImportError) as error:
         yield Finding("fail", "environment", str(error), "another --BasicSettings.Env_name, or install what is missing")
         return
     try:
@@ -205,9 +204,8 @@ def _environment(config: Config) -> Iterator[Finding]:
 
 def _families(config: Config) -> Iterator[Finding]:
     """Every family of environments; one that is not installed matters only to who wants it."""
-    for family, module in FAMILIES.items():
-        found = _imports(module, "note", f"pip install {module}")
-        yield Finding(found.status, f"family {family}", f"{found.subject} {found.text}", found.fix)
+    for report in environment_report():
+        yield Finding("ok" if report.ok else "note", report.family, report.detail, report.fix)
 
 
 def _checkpoint(config: Config) -> Iterator[Finding]:
@@ -243,7 +241,7 @@ def needs_of(config: Config) -> Needs | None:
     train, section = config.JointTrainAgent, config.Models.WorldModel
     try:
         env = make_env(config.BasicSettings.Env_name, config, seed=0)
-    except (UnknownEnvironment, ImportError):
+    except (UnusableEnvironment, ImportError):
         return None
     spaces = env.observation_space, env.action_space
     env.close()
