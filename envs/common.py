@@ -8,7 +8,11 @@ import cv2
 import numpy as np
 
 
-class UnknownEnvironment(ValueError):
+class UnusableEnvironment(ValueError):
+    """An environment that cannot be built here, or not be used once built. One line that says why and what to do."""
+
+
+class UnknownEnvironment(UnusableEnvironment):
     """A name that no family can build."""
 
     def __init__(self, name: str, problem: str, known: Iterable[str]):
@@ -17,7 +21,7 @@ class UnknownEnvironment(ValueError):
         super().__init__(f"Env_name {name!r}: {problem}{hint}")
 
 
-class EnvironmentUnavailable(ImportError):
+class EnvironmentUnavailable(UnusableEnvironment):
     """A family that cannot run on this machine as it is. Says which package or graphics library to install."""
 
 

@@ -11,15 +11,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envs.common import EnvironmentOutputError, UnknownEnvironment, resize_image
+from envs.common import EnvironmentOutputError, UnknownEnvironment, UnusableEnvironment, resize_image
 
 
 class ImageObservation(gymnasium.ObservationWrapper):
-    """Observations as uint8 (S, S, 3), S = image_size; from `render()` where `from_render`."""
+    """Observations as uint8 (S, S, 3), S = image_size; from `render()` where `from_render`.
 
-    def __init__(self, env: gymnasium.Env, image_size: int, from_render: bool):
+    State is that of the class itself, if it has get_state() and set_state(), and the steps under its time limit.
+    """
+
+    def __init__(self, env: gymnasium.Env, name: str, image_size: int, from_render: bool):
         super().__init__(env)
-        self.image_size, self.from_render = image_size, from_render
+        self.name, self.image_size, self.from_render = name, image_size, from_render
         self.observation_space = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
 
     def observation(self, observation: Any) -> np.ndarray:
@@ -29,6 +32,30 @@ class ImageObservation(gymnasium.ObservationWrapper):
         if not isinstance(observation, np.ndarray) or observation.shape != expected.shape:
             raise EnvironmentOutputError(f"observation is {_describe(observation)}, its space says {expected}")
         return resize_image(_as_rgb(observation, "observation"), self.image_size)
+
+    def get_state(self) -> dict[str, Any]:
+        limit = self._time_limit()
+        return {"env": self._stateful().get_state(), "elapsed": None if limit is None else limit._elapsed_steps}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        inner = self._stateful()
+        self.env.reset()                                               # gymnasium's wrappers want one before a step
+        inner.set_state(state["env"])
+        if (limit := self._time_limit()) is not None:
+            limit._elapsed_steps = state["elapsed"]
+
+    def _stateful(self) -> Any:
+        if not hasattr(self.unwrapped, "get_state"):
+            raise NotImplementedError(f"{self.name}: its class has no get_state() and set_state()")
+        return self.unwrapped
+
+    def _time_limit(self) -> gymnasium.wrappers.TimeLimit | None:
+        env = self.env
+        while isinstance(env, gymnasium.Wrapper):
+            if isinstance(env, gymnasium.wrappers.TimeLimit):
+                return env
+            env = env.env
+        return None
 
 
 class UnitAction(gymnasium.ActionWrapper):
@@ -42,7 +69,7 @@ class UnitAction(gymnasium.ActionWrapper):
         elif _is_bounded_vector(space):
             self.action_space = gymnasium.spaces.Box(-1.0, 1.0, space.shape, np.float32)
         else:
-            raise ValueError(
+            raise UnusableEnvironment(
                 f"{name}: its action space is {space}; expected Discrete, or a vector Box of floats with finite bounds"
             )
 
@@ -62,14 +89,14 @@ def build_registered(name: str, image_size: int) -> gymnasium.Env:
     if from_render:
         modes = env.metadata.get("render_modes") or []
         if "rgb_array" not in modes:
-            raise ValueError(
+            raise UnusableEnvironment(
                 f"{name}: its observations are {env.observation_space}, not uint8 images, and it cannot render "
                 f"'rgb_array' frames in their place (its render_modes: {list(modes)})"
             )
         env.close()
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")              # pygame draws to memory, also without a screen
         env = gymnasium.make(spec, render_mode="rgb_array", disable_env_checker=True)
-    return ImageObservation(UnitAction(env, name), image_size, from_render)
+    return ImageObservation(UnitAction(env, name), name, image_size, from_render)
 
 
 def find_registration(name: str) -> gymnasium.envs.registration.EnvSpec:

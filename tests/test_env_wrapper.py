@@ -1,5 +1,7 @@
 """Building any environment by its name, and what the wrapper around it promises and refuses."""
 
+import importlib.metadata
+import importlib.util
 import io
 import subprocess
 import sys
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from env_wrapper import Episode, make_env, make_vec_env
-from envs.common import EnvironmentOutputError, UnknownEnvironment
+from env_wrapper import Episode, environment_report, make_env, make_vec_env
+from envs import rendering
+from envs.common import EnvironmentOutputError, UnknownEnvironment, UnusableEnvironment
 from envs.parallel import EPISODE_KEYS
 from utils import load_config
 
@@ -303,13 +306,13 @@ def test_bad_action_is_refused(name, action, words, config):
 )
 def test_unusable_action_space_is_refused(action_space, words, register, config):
     name = register(lambda: Frames(action_space=action_space))
-    with pytest.raises(ValueError, match=rf"{name}: .*{words}"):
+    with pytest.raises(UnusableEnvironment, match=rf"{name}: .*{words}"):
         make_env(name, config, 0)
 
 
 def test_no_images_and_no_frames_is_refused(register, config):
     name = register(lambda: Frames(space=gymnasium.spaces.Box(-1, 1, (4,))))
-    with pytest.raises(ValueError, match=rf"{name}: its observations are Box.*cannot render 'rgb_array'"):
+    with pytest.raises(UnusableEnvironment, match=rf"{name}: its observations are Box.*cannot render 'rgb_array'"):
         make_env(name, config, 0)
 
 
@@ -345,8 +348,58 @@ def test_module_before_the_colon_is_imported(config, tmp_path, monkeypatch):
 def test_unsupported_state_says_so(register, config):
     env = make_env(register(Frames), config, 0)
     env.reset()
-    with pytest.raises(NotImplementedError, match="Mine/Test0-v0: this kind of environment cannot save"):
+    with pytest.raises(NotImplementedError, match=r"Mine/Test0-v0: its class has no get_state\(\)"):
         env.get_state()
+
+
+class Stateful(Frames):
+    def get_state(self):
+        return {"pixel": int(self.frame[0, 0, 0]), "rng": self.np_random.bit_generator.state}
+
+    def set_state(self, state):
+        self.frame = np.full((20, 30, 3), state["pixel"], np.uint8)
+        self.np_random.bit_generator.state = state["rng"]
+
+    def step(self, action):
+        self.frame = self.np_random.integers(256, size=(20, 30, 3), dtype=np.uint8)
+        return super().step(action)
+
+
+def test_state_of_a_registered_class_and_its_time_limit(register, config):
+    name = register(Stateful, max_episode_steps=5)
+    first, second = make_env(name, config, 0), make_env(name, config, 1)
+    first.reset()
+    for _ in range(2):
+        first.step(0)
+    second.set_state(first.get_state())
+    for step in range(3):
+        (obs, *rest), (other_obs, *other_rest) = first.step(0), second.step(0)
+        assert np.array_equal(obs, other_obs)
+        assert rest == other_rest
+        assert rest[2] == (step == 2)
+
+
+def test_report_says_what_to_install(monkeypatch):
+    missing = {"dm_control", "pygame"}
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
+    report = {line.family: line for line in environment_report()}
+    assert report["ALE/<Game>-v5"].ok
+    assert not report["dmc/<domain>-<task>"].ok
+    assert report["dmc/<domain>-<task>"].detail == "not installed: dm_control"
+    assert report["gymnasium ids that pygame draws"].fix == "pip install pygame==2.6.1"
+    assert "rendering" not in report
+
+
+@pytest.mark.parametrize("failure", [None, "no EGL"])
+def test_report_probes_rendering(failure, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(rendering, "probe_backend", lambda backend: failure)
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    status = environment_report()[-1]
+    assert (status.family, status.ok) == ("rendering", failure is None)
+    assert ("libosmesa6" in status.fix) == (failure is not None)
 
 
 def test_does_not_import_what_it_does_not_need():
