@@ -1,8 +1,8 @@
 """One interface for every environment: build one by name (`make_env`) or several at once (`make_vec_env`).
 
-What comes out is a gymnasium.Env with a uint8 (S, S, 3) observation, S = BasicSettings.ImageSize, and a Discrete or
-Box(-1, 1) action space. `terminated` means that the task ended, `truncated` that a time limit did; a lost life is
-neither.
+What comes out is a gymnasium.Env with a uint8 (S, S, C) observation, S = BasicSettings.ImageSize, C = ImageChannel (1:
+grey), and a Discrete or Box(-1, 1) action space. `terminated` means that the task ended, `truncated` that a time limit
+did; a lost life is neither.
 `info` holds, after every reset and step, the keys of EPISODE_KEYS:
     is_first         this observation opens an episode
     life_loss        the last action lost a life
@@ -21,6 +21,7 @@ import numpy as np
 
 from envs import my_dmc, my_memory_maze, rendering
 from envs.common import EnvironmentOutputError
+from envs.grey import GreyObservation
 from envs.my_atari import atari_games, build_atari
 from envs.my_dmc import build_dmc, is_control_name
 from envs.my_memory_maze import build_memory_maze
@@ -246,6 +247,11 @@ def _family_of(name: str) -> str | None:
 
 
 def _build(name: str, config: Any) -> gymnasium.Env:
+    env = _build_in_colour(name, config)
+    return GreyObservation(env) if config.BasicSettings.ImageChannel == 1 else env
+
+
+def _build_in_colour(name: str, config: Any) -> gymnasium.Env:
     size = config.BasicSettings.ImageSize
     family = _family_of(name)
     if family == "atari":

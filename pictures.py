@@ -68,7 +68,7 @@ def tile(
 
 
 def reconstruction_picture(obs: np.ndarray, reconstruction: np.ndarray, scale: int | None = None) -> np.ndarray:
-    """Frames (N, T, H, W, 3) uint8 -> an image: each sequence, what the decoder made of it, and how they differ."""
+    """Frames (N, T, H, W, C) uint8 -> an image: each sequence, what the decoder made of it, and how they differ."""
     labels = ("original", "reconstruction", "error")
     return _compare(obs, reconstruction, labels, scale, context_length=None)
 
@@ -76,7 +76,7 @@ def reconstruction_picture(obs: np.ndarray, reconstruction: np.ndarray, scale: i
 def open_loop_picture(
     true: np.ndarray, predicted: np.ndarray, context_length: int, scale: int | None = None
 ) -> np.ndarray:
-    """Frames (N, T, H, W, 3) uint8 -> an image: what followed above what was predicted; a line ends the context."""
+    """Frames (N, T, H, W, C) uint8 -> an image: what followed above what was predicted; a line ends the context."""
     labels = ("what followed", "open-loop prediction", "error")
     return _compare(true, predicted, labels, scale, context_length)
 
@@ -84,14 +84,15 @@ def open_loop_picture(
 def _compare(
     true: np.ndarray, made: np.ndarray, labels: tuple[str, str, str], scale: int | None, context_length: int | None
 ) -> np.ndarray:
-    _check_frames(true, 5, labels[0])
-    _check_frames(made, 5, labels[1])
+    _check_frames(true, 5, labels[0], channels=(1, 3))
+    _check_frames(made, 5, labels[1], channels=(1, 3))
     if true.shape != made.shape:
         raise ValueError(f"{labels[1]} has shape {made.shape}, expected {true.shape} like {labels[0]}")
     times = np.unique(np.linspace(0, true.shape[1] - 1, min(_COLUMNS, true.shape[1])).round().astype(int))
     true, made = true[:, times], made[:, times]
     error = np.abs(true.astype(np.int16) - made).astype(np.uint8)
-    rows = np.stack([true, made, error], axis=1)  # (N, 3, T, H, W, 3)
+    rows = np.stack([true, made, error], axis=1)  # (N, 3, T, H, W, C)
+    rows = np.broadcast_to(rows, (*rows.shape[:-1], 3))
     mark = None if context_length is None else int(np.searchsorted(times, context_length))
     return tile(
         rows.reshape(-1, *rows.shape[2:]),

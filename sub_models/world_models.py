@@ -492,9 +492,10 @@ def build_sequence_model(config: "Config", stoch_dim: int, action_dim: int) -> n
     )
 
 
-def _stack_arguments(section: "EncoderSection") -> dict[str, Any]:
+def _stack_arguments(section: "EncoderSection", in_channels: int) -> dict[str, Any]:
+    _, height, width = section.InputSize
     return {
-        "image_size": section.InputSize,
+        "image_size": (in_channels, height, width),
         "depth": section.Depth,
         "mults": section.Mults,
         "kernel": section.Kernel,
@@ -514,9 +515,12 @@ def build_world_model(config: "Config", action_space: "gymnasium.Space", device:
     num_actions = int(action_space.n) if discrete else None
     action_dim = num_actions if discrete else action_space.shape[0]
     stoch_dim = section.CategoricalDim * section.ClassDim
-    encoder = Encoder(act=section.Act, **_stack_arguments(section.Encoder))
+    encoder = Encoder(act=section.Act, **_stack_arguments(section.Encoder, section.InChannels))
     decoder = Decoder(
-        stoch_dim, act=section.Act, final_sigmoid=section.Decoder.FinalLayerSigmoid, **_stack_arguments(section.Decoder)
+        stoch_dim,
+        act=section.Act,
+        final_sigmoid=section.Decoder.FinalLayerSigmoid,
+        **_stack_arguments(section.Decoder, section.InChannels),
     )
     reward_head = MLPHead(
         section.HiddenStateDim,

@@ -112,3 +112,10 @@ def test_frames_are_enlarged_to_be_seen():
     image = reconstruction_picture(random_frames(1, 2, 32, 32, 3), random_frames(1, 2, 32, 32, 3))
     assert image.shape[1] == 2 * (96 + 2)
     assert cv2.cvtColor(image, cv2.COLOR_RGB2GRAY).std() > 0
+
+
+def test_grey_frames_are_compared_like_colour_ones_of_the_same_values():
+    grey = np.random.default_rng(0).integers(0, 256, (2, 5, 8, 8, 1), dtype=np.uint8)
+    made = grey // 2
+    expected = reconstruction_picture(grey.repeat(3, axis=-1), made.repeat(3, axis=-1))
+    np.testing.assert_array_equal(reconstruction_picture(grey, made), expected)
