@@ -107,6 +107,8 @@ def test_packed_states_have_gradients_and_take_the_first_initial_state():
     options = {"chunk_size": 5, "dt_softplus": True, "return_varlen_states": True}
     options["cu_seqlens"] = torch.tensor([0, 7, 7, 9, 12], dtype=torch.int32)
     compare(mamba_chunk_scan_combined, ssd_chunk_scan_combined_ref, t, 1e-10, 1e-10, **options)
+    options["seq_idx"] = torch.zeros(1, 12, dtype=torch.int32)               # states on the way through one sequence
+    compare(mamba_chunk_scan_combined, ssd_chunk_scan_combined_ref, t, 1e-10, 1e-10, **options)
 
 
 @pytest.mark.parametrize("optional", [(), OPTIONAL])
@@ -139,11 +141,14 @@ def test_autocast_changes_nothing():
         assert torch.equal(mamba_chunk_scan_combined(**t, chunk_size=16), want)
 
 
-def test_small_decays_survive_a_huge_step():
-    """After Δ·A = -1600 a float32 running sum has no digits left for steps of 1e-3: the chunked form must keep them."""
+@pytest.mark.parametrize("huge", [100.0, 1e20])
+def test_small_decays_survive_a_huge_step(huge):
+    """After Δ·A = -1600 a float32 running sum has no digits left for steps of 1e-3, after -1e21 a float64 sum."""
     t = ssd_inputs(length=64, optional=())
     t["dt"] = torch.full_like(t["dt"], 1e-3)
-    t["dt"][:, ::9] = 100.0
+    t["dt"][:, ::9] = huge
+    t["x"] = t["x"].detach().clone()
+    t["x"][:, ::9] = 0.0
     t["A"] = torch.full_like(t["A"], -16.0)
     wide = {k: v.double() for k, v in t.items()}
     out = mamba_chunk_scan_combined(**t, chunk_size=64)
