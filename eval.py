@@ -10,6 +10,12 @@ The configuration is the one that the checkpoint was trained with; keys on the c
     action, state = agent.act(obs, state)           # every further one
 """
 
+import os
+
+# Before torch starts its threads: on few or shared cores, threads that spin at barriers cost up to 20 times the work
+# itself (measured with the quickstart on two virtual cores).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import json
 import logging
 import platform
@@ -25,12 +31,12 @@ import torch
 from agents import ActorCriticAgent, build_agent
 from checkpoints import CheckpointError, SavedModel, write_atomic
 from env_wrapper import make_vec_env
-from envs.common import EnvironmentOutputError, UnknownEnvironment
+from envs.common import EnvironmentOutputError, UnusableEnvironment
 from envs.my_atari import human_normalised_score
 from envs.parallel import WorkerFailed
 from envs.spaces import action_space_of
 from mamba_ssm.ops.tiers import use_tier
-from sub_models.acting import Actor
+from sub_models.acting import Actor, build_actor
 from sub_models.world_models import WorldModel, build_world_model
 from tools import EVALUATION_RETURN, bootstrap_interval, episode_table, load_state, read_model, save_mp4
 from utils import Config, ConfigError, config_from_dict, isolated_rng, load_config, override_config, resolve_device
@@ -94,10 +100,10 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
     The first episodes of each environment count, as many as its quota; `seed` decides the environments' and the
     policy's randomness, together with `BasicSettings.Seed`.
     """
-    section, training = config.Evaluate, config.JointTrainAgent
+    section = config.Evaluate
     name = config.BasicSettings.Env_name
     num_envs = min(section.NumEnvs, section.EpisodeNum)
-    actor = Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy=section.Greedy)
+    actor = build_actor(config, world_model, agent, greedy=section.Greedy)
     missing = np.array(episode_quotas(section.EpisodeNum, num_envs))
     episodes: list[Episode] = []
     frames: list[np.ndarray] = []
@@ -145,8 +151,7 @@ def load(path: str | Path, device: str = "auto", greedy: bool = True) -> tuple[W
     saved = read_model(path, target)
     config = config_from_dict(saved.config)
     world_model, agent = build_from(saved, config, target)
-    training = config.JointTrainAgent
-    return world_model, Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy=greedy)
+    return world_model, build_actor(config, world_model, agent, greedy)
 
 
 def evaluation_folder(saved: SavedModel) -> Path:
@@ -210,10 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             evaluation = evaluate(world_model, agent, config, seed=saved.step)
         print_table(evaluation)
         print(f"results are in {write_results(evaluation, saved, config)}")
-    except (ConfigError, UnknownEnvironment) as error:
+    except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, EnvironmentOutputError, WorkerFailed) as error:
+    except (CheckpointError, EnvironmentOutputError, WorkerFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,6 +8,12 @@ model.
 `python train.py --help` lists every key of the configuration.
 """
 
+import os
+
+# Before torch starts its threads: on few or shared cores, threads that spin at barriers cost up to 20 times the work
+# itself (measured with the quickstart on two virtual cores).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -16,15 +22,16 @@ import torch
 
 from agents import ActorCriticAgent, build_agent
 from checkpoints import Checkpoint, CheckpointError
+from doctor import doctor
 from env_wrapper import make_vec_env
 from envs.collector import Collector
-from envs.common import EnvironmentOutputError, UnknownEnvironment
+from envs.common import EnvironmentOutputError, UnusableEnvironment
 from envs.parallel import VectorEnv, WorkerFailed
 from envs.spaces import describe_spaces
 from eval import evaluate
 from mamba_ssm.ops.tiers import use_tier
 from replay_buffer import Batch, ReplayBuffer, ReplayFileError
-from sub_models.acting import Actor
+from sub_models.acting import build_actor
 from sub_models.cuda_graph import CapturedStep
 from sub_models.world_models import WorldModel, build_world_model
 from tools import (
@@ -54,7 +61,7 @@ PICTURE_SEQUENCES = 4
 
 
 class Schedule:
-    """What is due after an environment step. Pure: depends on the configuration and the step alone.
+    """What is due after an environment step: depends on the configuration, the step and the rows held alone.
 
     `every` counts environment steps, however many environments are stepped at once: `times_due` says how many multiples
     of it the last `num_envs` steps passed.
@@ -68,15 +75,15 @@ class Schedule:
     def times_due(self, every: int, step: int) -> int:
         return step // every - (step - self.num_envs) // every
 
-    def world_model_updates(self, step: int, rows: int) -> int:
+    def world_model_updates(self, step: int, replay: ReplayBuffer) -> int:
         training = self.training
-        if rows < training.WorldModelWarmUp or step > training.FreezeWorldModelAfterSteps:
+        if not replay.can_sample(training.WorldModelWarmUp) or step > training.FreezeWorldModelAfterSteps:
             return 0
         return training.TrainDynamicsEpoch * self.times_due(training.TrainDynamicsEverySteps, step)
 
-    def agent_updates(self, step: int, rows: int) -> int:
+    def agent_updates(self, step: int, replay: ReplayBuffer) -> int:
         training = self.training
-        if rows < training.BehaviourWarmUp or step > training.FreezeBehaviourAfterSteps:
+        if not replay.can_sample(training.BehaviourWarmUp) or step > training.FreezeBehaviourAfterSteps:
             return 0
         return self.times_due(training.TrainAgentEverySteps, step)
 
@@ -93,39 +100,38 @@ class Schedule:
 def train(run: Run) -> None:
     """The whole run, from the step where it starts or resumes."""
     config, device = run.config, resolve_device(run.config.BasicSettings.Device)
-    training, schedule = config.JointTrainAgent, Schedule(run.config)
     seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
-    env = make_env_vector(config, start_step=run.start_step)
-    world_model, agent, replay = build(config, env, device)
-    actor = Actor(
-        world_model, agent, training.RealityContextLength, training.ActOn, capture=config.BasicSettings.Use_cg
-    )
-    collector = Collector(env, actor)
-    update_world_model, update_agent = training_steps(config, world_model, agent, replay)
-    step = restore(run, world_model, agent, replay, collector)
+    with make_env_vector(config, start_step=run.start_step) as env:
+        world_model, agent, replay = build(config, env, device)
+        actor = build_actor(config, world_model, agent)
+        collector = Collector(env, actor)
+        update_world_model, update_agent = training_steps(config, world_model, agent, replay)
+        step = restore(run, world_model, agent, replay, collector)
+        training, schedule = config.JointTrainAgent, Schedule(config)
+        finished = step >= schedule.total_steps
 
-    while step < schedule.total_steps and not run.stop_requested:
-        step += env.num_envs
-        collector.send(explore=not replay.can_sample(training.WorldModelWarmUp))
-        if not training.OverlapEnvironment:
-            replay.append(*collector.receive())
-        for _ in range(schedule.world_model_updates(step, len(replay))):
-            run.accumulate(update_world_model())
-        for _ in range(schedule.agent_updates(step, len(replay))):
-            run.accumulate(update_agent())
-        if training.OverlapEnvironment:
-            replay.append(*collector.receive())
+        while not finished:
+            step += env.num_envs
+            collector.send(explore=not replay.can_sample(training.WorldModelWarmUp))
+            if not training.OverlapEnvironment:
+                replay.append(*collector.receive())
+            for _ in range(schedule.world_model_updates(step, replay)):
+                run.accumulate(update_world_model())
+            for _ in range(schedule.agent_updates(step, replay)):
+                run.accumulate(update_agent())
+            if training.OverlapEnvironment:
+                replay.append(*collector.receive())
 
-        for episode in collector.finished:
-            run.log(step, {EPISODE_RETURN: episode.episode_return, "episode/length": episode.episode_length})
-        if schedule.log(step):
-            run.flush(step)
-        if schedule.evaluate(step):
-            run.log(step, evaluate(world_model, agent, config, seed=step).metrics())
-        run.progress(step)
-        if schedule.save(step) or step >= schedule.total_steps or run.stop_requested:
-            save(run, step, world_model, agent, replay, collector)
-    env.close()
+            for episode in collector.finished:
+                run.log(step, {EPISODE_RETURN: episode.episode_return, "episode/length": episode.episode_length})
+            finished = step >= schedule.total_steps or run.stop_requested
+            if schedule.log(step) or step >= schedule.total_steps:
+                run.flush(step)
+            if schedule.evaluate(step):
+                run.log(step, evaluate(world_model, agent, config, seed=step).metrics())
+            if schedule.save(step) or finished:
+                save(run, step, world_model, agent, replay, collector)
+            run.progress(step)
     if run.stop_requested:
         logger.warning("stopped by %s at step %d; go on with --resume %s", run.stop_reason, step, run.folder)
     print(run.report())
@@ -241,9 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
     try:
         command = load_config(argv, "train.py")
+        if command.doctor:
+            return doctor(command.config)
         with use_tier(command.config.BasicSettings.Kernels), open_run(command.config, command.resume) as run:
             train(run)
-    except (ConfigError, UnknownEnvironment) as error:
+    except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RunError, CheckpointError, ReplayFileError, EnvironmentOutputError, WorkerFailed) as error:

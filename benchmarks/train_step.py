@@ -1,10 +1,11 @@
 """Time of one environment step of training, part by part: acting, world-model update, imagination, agent update.
 
-    python benchmarks/train_step.py --steps 20 [--modes eager,compile,graph,graph+compile] [--config FILE] [--Section.Key V]
+    python benchmarks/train_step.py --steps 20 [--modes eager,compile,graph,graph+compile] [--config FILE]
+    [--Section.Key V]
 
 Variants are compared in one run: `eager` launches every kernel from Python, `graph` replays captured CUDA graphs,
-`compile` compiles the convolution stacks; on a CPU there is only `eager`. Figures are medians over `--steps` repeats after
-warm-up, launched from Python and waited for. JSON goes to benchmarks/results/.
+`compile` compiles the convolution stacks; on a CPU there is only `eager`. Figures are medians over `--steps` repeats
+after warm-up, launched from Python and waited for. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs.collector import Collector
 from mamba_ssm.ops.tiers import use_tier
-from sub_models.acting import Actor
+from sub_models.acting import build_actor
 from sub_models.cuda_graph import WARMUP_CALLS, CapturedStep
 from train import build, make_env_vector
 from utils import Config, load_config, override_config, resolve_device, seed_everything
@@ -59,7 +60,7 @@ def measure(config: Config, steps: int) -> dict[str, dict[str, float] | float]:
     training, graphs = config.JointTrainAgent, config.BasicSettings.Use_cg
     env = make_env_vector(config, 0)
     world_model, agent, replay = build(config, env, device)
-    actor = Actor(world_model, agent, training.RealityContextLength, training.ActOn, capture=graphs)
+    actor = build_actor(config, world_model, agent)
     collector = Collector(env, actor)
     while not replay.can_sample(training.WorldModelWarmUp):
         collector.send(explore=True)
@@ -119,7 +120,10 @@ def main() -> None:
                 result = measure(config, options.steps)
             report["results"].append({"backbone": backbone, "policy": policy, "mode": mode, **result})
             columns = [result[column]["median_ms"] for column in header] + [result["sum_ms"]]
-            print(f"{backbone + ' + ' + policy:<18}{mode:<15}" + "".join(f"{value:>24.3f}" for value in columns), flush=True)
+            print(
+                f"{backbone + ' + ' + policy:<18}{mode:<15}" + "".join(f"{value:>24.3f}" for value in columns),
+                flush=True,
+            )
     out = Path(options.out or Path(__file__).parent / "results" / f"train_step_{device.type}.json")
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")

@@ -19,6 +19,7 @@ from sub_models.world_models import WorldModel
 
 if TYPE_CHECKING:
     from agents import ActorCriticAgent
+    from config_schema import Config
 
 
 class ActingState:
@@ -206,3 +207,16 @@ class Actor:
         if self.world_model.num_actions is not None:
             return action.random_(0, self.world_model.num_actions)
         return action.uniform_(-1.0, 1.0)
+
+
+def build_actor(
+    config: "Config",
+    world_model: WorldModel,
+    agent: "ActorCriticAgent",
+    greedy: bool = False,
+    capture: bool | None = None,
+) -> Actor:
+    """The actor that a configuration describes. `capture` None: as `BasicSettings.Use_cg` says."""
+    training = config.JointTrainAgent
+    capture = config.BasicSettings.Use_cg if capture is None else capture
+    return Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy, capture)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from agents import ActorCriticAgent, CategoricalActions, TanhGaussianActions
+from agents import ActorCriticAgent, CategoricalActions, PPOAgent, TanhGaussianActions
 from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
 from replay_buffer import Batch
 from sub_models.functions_losses import SymlogTwoHot
@@ -64,10 +64,15 @@ def make_batch(batch_size=2, seqlen=6, continuous=False, seed=0):
     )
 
 
-def make_agent_for(world_model):
-    """An untrained actor-critic agent in the world model's precision."""
+def make_agent_for(world_model, kind="AC"):
+    """An untrained agent in the world model's precision."""
     actions = TanhGaussianActions(A) if world_model.num_actions is None else CategoricalActions(A, 0.0)
-    agent = ActorCriticAgent(world_model.feature_dim, actions, actor_units=8, critic_units=8, num_layers=1)
+    sizes = {"actor_units": 8, "critic_units": 8, "num_layers": 1}
+    if kind == "PPO":
+        rules = {"epsilon_clip": 0.2, "num_epochs": 2, "minibatch": 5, "critic_coef": 1.0, "kl_threshold": 0.1}
+        agent = PPOAgent(world_model.feature_dim, actions, **rules, **sizes)
+    else:
+        agent = ActorCriticAgent(world_model.feature_dim, actions, **sizes)
     agent.to(world_model.prior_head.weight.dtype)
     agent.optimiser = Optimiser(agent.trained_parameters(), "Laprop", 1e-3, 1e-20, 100.0)
     return agent

@@ -12,7 +12,7 @@ from torch.distributions import Categorical, kl_divergence
 from replay_buffer import Batch
 from sub_models.functions_losses import sample_one_hot, symlog
 from sub_models.world_models import Decoder, Encoder, build_world_model, image_norm, pyramid
-from tests.support import BACKBONES, STACK, A, C, D, K, make_batch, make_world_model
+from tests.support import BACKBONES, STACK, A, C, D, K, make_agent_for, make_batch, make_world_model
 from utils import load_config
 
 
@@ -253,3 +253,27 @@ def test_reconstruction_shows_what_the_decoder_says():
     stoch = sample_one_hot(world_model.posterior(image)).flatten(-2)
     decoded = world_model.decoder(stoch.flatten(0, 1)).unflatten(0, (2, 6)).permute(0, 1, 3, 4, 2)
     np.testing.assert_allclose(frames.numpy(), (decoded * 255).round().detach().numpy())
+
+
+@pytest.mark.parametrize("kind", ["AC", "PPO"])
+def test_updates_read_nothing_back(monkeypatch, kind):
+    """Fault of published code: every update waited for the device to print its losses."""
+    world_model, batch = make_world_model(), make_batch(3, 5)
+    agent = make_agent_for(world_model, kind)
+
+    def refuse(tensor, *_):
+        raise AssertionError("an update reads a tensor on the host")
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    metrics = {**world_model.update(batch), **agent.update(world_model.imagine(agent, batch, 3))}
+    monkeypatch.undo()
+    assert all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in metrics.values())
+
+
+def test_compilation_leaves_the_names_of_the_state():
+    """Fault of published code: compiled modules were saved with a prefix."""
+    world_model = make_world_model()
+    names = list(world_model.state_dict())
+    world_model.compile_stacks()
+    assert list(world_model.state_dict()) == names

@@ -1,0 +1,151 @@
+"""Evaluation: fixed quotas, the same scores before saving and after loading, files and errors."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import imageio
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation_script
+from agents import build_agent
+from eval import Episode, Evaluation, build_from, episode_quotas, evaluate, load, main
+from sub_models.world_models import build_world_model
+from tests.test_train import run_training
+from tools import read_model
+from utils import config_from_dict, override_config
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return run_training(tmp_path_factory.mktemp("runs"))
+
+
+def test_saved_and_loaded_agents_score_the_same(run_folder):
+    """Fault of published code: a loaded agent acted with other statistics than the one that was saved."""
+    saved = read_model(run_folder)
+    config = config_from_dict(saved.config)
+    device = torch.device("cpu")
+    world_model, agent = build_from(saved, config, device)
+    agent.feature_norm.update(torch.randn(50, world_model.feature_dim) + 3, torch.ones(50))  # statistics that matter
+    before = evaluate(world_model, agent, config, seed=1)
+    actions = SimpleNamespace(n=world_model.num_actions)
+    other_world_model = build_world_model(config, actions, device)
+    other_agent = build_agent(config, other_world_model.feature_dim, actions, device)
+    other_world_model.load_state_dict(world_model.state_dict())
+    other_agent.load_state_dict(agent.state_dict())
+    after = evaluate(other_world_model, other_agent, config, seed=1)
+    assert before.episodes == after.episodes and np.array_equal(before.frames, after.frames)
+    assert evaluate(world_model, agent, config, seed=2).episodes != before.episodes
+
+
+class ScriptedEnv:
+    """Two environments: episodes of the first last 1 step and score 0, those of the second 5 steps and score 10."""
+
+    num_envs = 2
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def reset(self):
+        self.age = np.zeros(2, dtype=int)
+        return np.zeros((2, 16, 16, 3), np.uint8)
+
+    def step(self, action):
+        self.age += 1
+        ended = self.age == [1, 5]
+        length = self.age.copy()
+        self.age[ended] = 0
+        obs = np.zeros((2, 16, 16, 3), np.uint8)
+        return SimpleNamespace(
+            obs=obs,
+            terminated=ended,
+            truncated=np.zeros(2, bool),
+            is_first=ended,
+            final_obs={int(i): obs[i] for i in np.flatnonzero(ended)},
+            episode_return=np.array([0.0, 10.0]),
+            episode_length=length,
+        )
+
+
+def test_short_episodes_do_not_count_more(run_folder, monkeypatch):
+    """Fault of published code: averaging the first N episodes to finish would give 0 here instead of 5."""
+    monkeypatch.setattr(evaluation_script, "make_vec_env", lambda *_: ScriptedEnv())
+    saved = read_model(run_folder)
+    config = override_config(config_from_dict(saved.config), {"Evaluate.EpisodeNum": "4", "Evaluate.NumEnvs": "2"})
+    world_model, agent = build_from(saved, config, torch.device("cpu"))
+    result = evaluate(world_model, agent, config, seed=0)
+    assert sorted(e.environment for e in result.episodes) == [0, 0, 1, 1]
+    assert result.summary()["mean"] == 5.0
+
+
+@pytest.mark.parametrize(("episodes", "envs", "expected"), [(20, 10, [2] * 10), (7, 3, [3, 2, 2]), (1, 1, [1])])
+def test_quotas_are_as_equal_as_can_be(episodes, envs, expected):
+    assert episode_quotas(episodes, envs) == expected
+
+
+def test_summary_by_hand():
+    result = Evaluation([Episode(0, 1.0, 5, 0.1), Episode(1, 3.0, 5, 0.3)], np.zeros((1, 2, 2, 3), np.uint8))
+    summary = result.summary()
+    assert summary["mean"] == 2 and summary["median"] == 2 and summary["std"] == 1
+    assert summary["human_normalised_mean"] == pytest.approx(0.2)
+    low, high = summary["mean_interval_95"]
+    assert 1 <= low < 2 < high <= 3
+
+
+def test_command_line_writes_table_summary_and_video(run_folder, capsys):
+    assert main(["--BasicSettings.SavePath", str(run_folder), "--BasicSettings.Device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    folder = run_folder / "eval" / "step_000000080"
+    rows = list(csv.DictReader((folder / "episodes.csv").open()))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert len(rows) == 3 and [float(row["score"]) in (-1.0, 1.0) for row in rows] == [True] * 3
+    assert summary["mean"] == pytest.approx(np.mean([float(row["score"]) for row in rows]))
+    assert summary["human_normalised_mean"] is None and summary["checkpoint_step"] == 80
+    assert "results are in" in printed and "mean" in printed
+    first = next(row for row in rows if row["environment"] == "0")
+    frames = imageio.mimread(folder / "episode.mp4", memtest=False)
+    assert len(frames) == int(first["length"]) + 1
+
+
+def test_five_lines_play_an_episode(run_folder):
+    checkpoint = max((run_folder / "ckpt").glob("step_*"))
+    for path in (run_folder, checkpoint, checkpoint / "model.pt"):
+        world_model, agent = load(path, device="cpu")
+        obs = np.zeros((16, 16, 3), np.uint8)
+        action, state = agent.act(obs)
+        action, state = agent.act(obs, state)
+        assert int(action) in range(3) and world_model.num_actions == 3
+
+
+def test_continuous_runs_evaluate(tmp_path):
+    folder = run_training(tmp_path, "--BasicSettings.Env_name", "Toy/Reach-v0", "--JointTrainAgent.SampleMaxSteps", 40)
+    assert main(["--BasicSettings.SavePath", str(folder), "--Evaluate.SaveVideo", "false"]) == 0
+    assert not list((folder / "eval").glob("*/episode.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ([], 2, "BasicSettings.SavePath"),
+        (["--BasicSettings.SavePath", "no/such/run"], 1, "no/such/run"),
+        (["--Evaluate.EpisodeNum", "0"], 2, "Evaluate.EpisodeNum"),
+    ],
+)
+def test_faults_are_one_line(arguments, code, text, capsys):
+    assert main(arguments) == code
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and error[0].startswith("error: ") and text in error[0]
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path, capsys):
+    folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 40)
+    model = max((folder / "ckpt").glob("step_*")) / "model.pt"
+    model.write_bytes(model.read_bytes()[:1000])
+    assert main(["--BasicSettings.SavePath", str(folder)]) == 1
+    assert "model.pt" in capsys.readouterr().err

@@ -1,0 +1,287 @@
+"""The whole loop: every combination runs, resumes bit for bit, and does what its schedule says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import read_checkpoint
+from sub_models.cuda_graph import CapturedStep
+from tools import open_run
+from train import Schedule, build, main, make_env_vector, train
+from utils import load_config, resolve_device, seed_everything
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = str(ROOT / "tests" / "tiny.yaml")
+COMBINATIONS = [(b, p) for b in ("Mamba2", "Mamba", "Transformer") for p in ("AC", "PPO")]
+
+
+def words(tmp_path, *extra):
+    return [
+        "--config",
+        TINY,
+        "--BasicSettings.RunDir",
+        str(tmp_path),
+        "--BasicSettings.Device",
+        "cpu",
+        *map(str, extra),
+    ]
+
+
+def run_training(tmp_path, *extra):
+    """One run in this process; returns its folder."""
+    with open_run(load_config(words(tmp_path, *extra), "train.py").config) as run:
+        train(run)
+    return run.folder
+
+
+def metrics_of(folder):
+    """metrics.jsonl without wall-clock figures and without lines that hold nothing else."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [line for line in lines if len(line) > 1]
+
+
+def newest_state(folder):
+    return read_checkpoint(max((folder / "ckpt").glob("step_*")))[0]
+
+
+def assert_same(a, b, path=""):
+    """Equal bit for bit, through nested containers."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}/{i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, np.ndarray):
+        assert np.array_equal(a, b), path
+    else:
+        assert a == b, path
+
+
+def assert_same_run(first, second):
+    a, b = newest_state(first), newest_state(second)
+    assert a.step == b.step
+    for part in ("world_model", "agent"):
+        assert_same(getattr(a.model, part), getattr(b.model, part), part)
+    assert_same(a.train, b.train, "train")
+    assert_same(metrics_of(first), metrics_of(second), "metrics")
+
+
+@pytest.mark.parametrize(("backbone", "policy"), COMBINATIONS)
+def test_every_combination_resumes_bit_for_bit(tmp_path, backbone, policy):
+    """A run of 2·n steps equals n steps, a checkpoint, and n more: weights, optimisers, random states, metrics."""
+    chosen = ("--Models.WorldModel.Backbone", backbone, "--Models.Agent.Policy", policy)
+    whole = run_training(tmp_path, *chosen)
+    half = run_training(tmp_path, *chosen, "--JointTrainAgent.SampleMaxSteps", 40)
+    command = load_config(["--resume", str(half), "--JointTrainAgent.SampleMaxSteps", "80"], "train.py")
+    with open_run(command.config, command.resume) as run:
+        assert run.start_step == 40
+        train(run)
+    assert_same_run(whole, half)
+    assert {path.name for path in (whole / "pictures").iterdir()} >= {
+        "learning_curve.png",
+        "reconstruction_000000080.png",
+        "open_loop_000000080.png",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--JointTrainAgent.RealityContextLength", "0", "--JointTrainAgent.ActOn", "posterior"),
+        ("--JointTrainAgent.NumEnvs", "2"),
+        ("--BasicSettings.Env_name", "Toy/Reach-v0"),
+        ("--JointTrainAgent.BufferMaxLength", "40"),
+    ],
+    ids=["recurrent", "two_environments", "continuous", "ring_wraps"],
+)
+def test_a_new_process_resumes_bit_for_bit(tmp_path, options):
+    whole = run_training(tmp_path, *options)
+    half = run_training(tmp_path, *options, "--JointTrainAgent.SampleMaxSteps", 40)
+    resumed = [sys.executable, "train.py", "--resume", str(half), "--JointTrainAgent.SampleMaxSteps", "80"]
+    subprocess.run(resumed, cwd=ROOT, check=True, capture_output=True, timeout=250, env=None)
+    assert_same_run(whole, half)
+
+
+def test_same_seed_same_run_and_another_seed_another(tmp_path):
+    first, second, other = (run_training(tmp_path, "--BasicSettings.Seed", seed) for seed in (1, 1, 2))
+    assert_same_run(first, second)
+    assert metrics_of(first) != metrics_of(other)
+
+
+def test_evaluation_does_not_change_the_training_curve(tmp_path):
+    """Fault of published code: evaluation moved random states or statistics."""
+    plain = run_training(tmp_path)
+    options = ("--Evaluate.DuringTraining", "true", "--Evaluate.EverySteps", 20)
+    evaluated = run_training(tmp_path, *options)
+    lines = metrics_of(evaluated)
+    scores = [line["evaluation/return_mean"] for line in lines if "evaluation/return_mean" in line]
+    assert len(scores) == 4 and np.isfinite(scores).all()
+    assert [line for line in lines if not any(k.startswith("evaluation/") for k in line)] == metrics_of(plain)
+    assert_same(newest_state(plain).train, newest_state(evaluated).train)
+
+
+def test_updates_are_counted_in_environment_steps(tmp_path):
+    """Fault of published code: EverySteps // NumEnvs became 0. 80 steps mean as many updates for 1, 2 or 8 envs."""
+    for num_envs, every in ((1, 4), (2, 4), (2, 1), (4, 3)):
+        folder = run_training(
+            tmp_path,
+            "--JointTrainAgent.NumEnvs",
+            num_envs,
+            "--JointTrainAgent.TrainDynamicsEverySteps",
+            every,
+            "--JointTrainAgent.WorldModelWarmUp",
+            40,
+            "--JointTrainAgent.BehaviourWarmUp",
+            40,
+        )
+        updates = newest_state(folder).train["world_model_optimiser"]["updates"].item()
+        expected = sum(1 for step in range(1, 81) if step % every == 0 and step > 40 - num_envs)
+        assert updates == expected, (num_envs, every)
+
+
+def test_freezing_ends_updates(tmp_path):
+    folder = run_training(
+        tmp_path,
+        "--JointTrainAgent.FreezeWorldModelAfterSteps",
+        40,
+        "--JointTrainAgent.FreezeBehaviourAfterSteps",
+        60,
+        "--JointTrainAgent.TrainDynamicsEpoch",
+        3,
+    )
+    state = newest_state(folder).train
+    assert state["world_model_optimiser"]["updates"] == 3 * len(range(24, 41, 4))
+    assert state["agent_optimiser"]["updates"] == len(range(32, 61, 4))
+
+
+def test_schedule_counts_multiples_whatever_the_stride():
+    for num_envs in (1, 3, 8):
+        config = load_config(["--JointTrainAgent.NumEnvs", str(num_envs)], "train.py").config
+        schedule = Schedule(config)
+        for every in (1, 2, 5, 100):
+            total = sum(schedule.times_due(every, step) for step in range(num_envs, 24 * num_envs + 1, num_envs))
+            assert total == 24 * num_envs // every
+
+
+def test_overlapped_environments_store_every_row(tmp_path):
+    folder = run_training(tmp_path, "--JointTrainAgent.OverlapEnvironment", "true")
+    checkpoint = newest_state(folder)
+    assert checkpoint.step == 80 and checkpoint.replay["rows_written"] == 80
+
+
+def test_weights_of_another_run_can_be_the_start(tmp_path):
+    source = run_training(tmp_path)
+    options = ["--BasicSettings.SavePath", source, "--JointTrainAgent.FreezeWorldModelAfterSteps", 1]
+    folder = run_training(tmp_path, *options)
+    assert_same(newest_state(source).model.world_model, newest_state(folder).model.world_model)
+
+
+def test_sampled_rows_are_the_played_ones(tmp_path):
+    """The rows in the buffer must be one unbroken history: is_first exactly where the previous row ended an episode."""
+    config = load_config(words(tmp_path), "train.py").config
+    with make_env_vector(config, 0) as env:
+        world_model, agent, replay = build(config, env, torch.device("cpu"))
+        from envs.collector import Collector
+        from sub_models.acting import build_actor
+
+        collector = Collector(env, build_actor(config, world_model, agent))
+        ended = [True]
+        for _ in range(40):
+            collector.send(explore=True)
+            row = collector.receive()
+            replay.append(*row)
+            assert bool(row.is_first[0]) == ended[-1]
+            ended.append(bool(row.termination[0]))
+        assert sum(ended) > 3
+
+
+def test_atari_goes_through_every_phase(tmp_path):
+    """The real emulator: random play, world model, behaviour, evaluation, checkpoint, pictures, and a resumed step."""
+    options = (
+        "--BasicSettings.Env_name", "ALE/Pong-v5", "--JointTrainAgent.SampleMaxSteps", 60, "--Evaluate.EpisodeNum", 1,
+        "--JointTrainAgent.NumEnvs", 1,
+    )  # fmt: skip
+    folder = run_training(tmp_path, *options)
+    assert main(["--resume", str(folder), "--JointTrainAgent.SampleMaxSteps", "64"]) == 0
+    state = newest_state(folder)
+    assert state.step == 64 and state.train["world_model_optimiser"]["updates"] == len(range(24, 65, 4))
+    assert all(np.isfinite(list(line.values())).all() for line in metrics_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "text"),
+    [
+        (["--BasicSettings.Env_name", "ALE/Pongg-v5"], 2, "ALE/Pong-v5"),
+        (["--JointTrainAgent.BatchSise", "3"], 2, "JointTrainAgent.BatchSize"),
+        (["--BasicSettings.SavePath", "nowhere"], 1, "nowhere"),
+        (["--resume", "nowhere"], 2, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(tmp_path, capsys, extra, code, text):
+    given = extra if extra[0] == "--resume" else words(tmp_path, *extra)
+    assert main(given) == code
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and text in error
+
+
+def test_a_checkpoint_of_another_architecture_names_the_keys(tmp_path, capsys):
+    folder = run_training(tmp_path)
+    assert main(words(tmp_path, "--BasicSettings.SavePath", folder, "--Models.WorldModel.HiddenStateDim", 32)) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "another architecture" in error and "prior_head.weight" in error
+
+
+def make_trainers(tmp_path, *extra):
+    config = load_config([*words(tmp_path), "--BasicSettings.Device", "auto", *extra], "train.py").config
+    device = resolve_device("auto")
+    seed_everything(0, False, device)
+    env = make_env_vector(config, 0)
+    world_model, agent, replay = build(config, env, device)
+    rng = np.random.default_rng(0)
+    for t in range(120):
+        replay.append(
+            rng.integers(0, 256, (1, 16, 16, 3), dtype=np.uint8),
+            rng.integers(0, 3, 1),
+            rng.normal(size=1).astype(np.float32),
+            np.array([t % 9 == 8]),
+            np.array([t % 9 == 0]),
+        )
+    env.close()
+    return config, world_model, agent, replay
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("backbone", "policy"), COMBINATIONS)
+def test_captured_updates_equal_eager_ones(tmp_path, backbone, policy):
+    """CUDA graphs change the time, not the losses: 50 updates from the same seed and batches."""
+    losses = {}
+    for captured in (False, True):
+        chosen = ("--Models.WorldModel.Backbone", backbone, "--Models.Agent.Policy", policy)
+        config, world_model, agent, replay = make_trainers(tmp_path, *chosen, "--BasicSettings.Compile", "false")
+        horizon, device = config.JointTrainAgent.ImagineBatchLength, world_model.device
+        update = CapturedStep(lambda w=world_model, r=replay: w.update(r.sample_sequences()), device, captured)
+        learn = CapturedStep(
+            lambda w=world_model, a=agent, r=replay, h=horizon: a.update(w.imagine(a, r.sample_contexts(), h)),
+            device,
+            captured,
+        )
+        torch.manual_seed(1)
+        history = []
+        for _ in range(50):
+            metrics = {**update(), **learn()}
+            history.append([float(v) for v in metrics.values()])
+        losses[captured] = np.array(history)
+    assert np.isfinite(losses[True]).all()
+    np.testing.assert_allclose(losses[True], losses[False], rtol=5e-2, atol=5e-2)
