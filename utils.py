@@ -77,7 +77,8 @@ def _read_text(path: Path) -> str:
             raise ConfigError(f"{path}: larger than {_FILE_LIMIT} bytes, not a configuration")
         return raw.decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        expected = f"expected a file like {DEFAULTS_FILE.parent.name}/quickstart.yaml"
+        raise ConfigError(f"{path}: {error.strerror}; {expected}") from error
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
@@ -310,7 +311,10 @@ def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
     if words.resume is None:
         base = default_values()
     else:
-        base = dict(_flatten(config_to_dict(config_from_file(Path(words.resume) / RUN_CONFIG_NAME))))
+        path = Path(words.resume) / RUN_CONFIG_NAME
+        if not path.is_file():
+            raise ConfigError(f"--resume {words.resume}: not a run's folder, it has no {RUN_CONFIG_NAME}")
+        base = dict(_flatten(config_to_dict(config_from_file(path))))
     given: dict[str, Any] = {}
     for path in words.files:
         with _naming(path):

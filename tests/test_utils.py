@@ -109,7 +109,7 @@ def test_doctor_and_resume_belong_to_training(tmp_path):
 
 
 def test_resuming_a_folder_that_is_no_run(tmp_path):
-    assert refusal("--resume", str(tmp_path)) == f"{tmp_path}/config.yaml: No such file or directory"
+    assert refusal("--resume", str(tmp_path)) == f"--resume {tmp_path}: not a run's folder, it has no config.yaml"
 
 
 @pytest.mark.parametrize(
