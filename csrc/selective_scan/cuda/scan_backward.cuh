@@ -431,13 +431,13 @@ cudaError_t finish_backward(const Arguments& p, const Plan& plan, cudaStream_t s
   FinishPlan finish{};
   const int64_t states = int64_t(p.channels) * p.state * kReals_;
   const auto sum = [&](int i, const void* from, void* to, int64_t count) {
-    finish.sums[i] = {static_cast<const float*>(from), static_cast<float*>(to), from ? count : 0};
+    finish.sums[i] = {static_cast<const float*>(from), static_cast<float*>(to), count};
   };
   sum(0, p.partial_A, p.dA, states);
-  sum(1, p.variable_B() ? nullptr : p.partial_B, p.dB, states);
-  sum(2, p.variable_C() ? nullptr : p.partial_C, p.dC, states);
-  sum(3, p.partial_D, p.dD, p.channels);
-  sum(4, p.partial_bias, p.ddelta_bias, p.channels);
+  sum(1, p.partial_B, p.dB, p.variable_B() ? 0 : states);
+  sum(2, p.partial_C, p.dC, p.variable_C() ? 0 : states);
+  sum(3, p.partial_D, p.dD, p.dD ? p.channels : 0);
+  sum(4, p.partial_bias, p.ddelta_bias, p.ddelta_bias ? p.channels : 0);
   int64_t columns = 0;
   for (const ColumnSum& sums : finish.sums) columns += sums.count;
   finish.column_blocks = (columns + kFinishThreads - 1) / kFinishThreads;
