@@ -439,7 +439,7 @@ def _device_faults(config: Config) -> Iterator[str]:
 
 def is_continuous(env_name: str) -> bool:
     """Whether the name alone says that actions are continuous; other environments tell once they are made."""
-    return re.match(r"(dmc/|dm_control/|dm_|Toy/Reach-)", env_name) is not None
+    return re.match(r"dmc[/_]|dm_|Toy/Reach-", env_name) is not None
 
 
 # --------------------------------------------------------------------------------------------- what the schema contains

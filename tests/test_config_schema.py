@@ -350,6 +350,7 @@ def test_values_at_the_edge_of_a_rule_are_accepted(defaults, pairs):
         ("dmc/walker-walk", True),
         ("dm_control/walker-walk-v0", True),
         ("dm_walker_walk", True),
+        ("dmc_walker_walk", True),
         ("Toy/Reach-v0", True),
         ("ALE/Pong-v5", False),
         ("memory_maze:MemoryMaze-9x9-v0", False),
