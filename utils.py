@@ -73,16 +73,15 @@ def _read_text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(_FILE_LIMIT + 1)
-        if len(raw) > _FILE_LIMIT:
-            raise ConfigError(f"{path}: larger than {_FILE_LIMIT} bytes, not a configuration")
-        return raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except OSError as error:
         expected = f"expected a file like {DEFAULTS_FILE.parent.name}/quickstart.yaml"
-        raise ConfigError(f"{path}: {error.strerror}; {expected}") from error
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: not UTF-8 text") from error
+        raise ConfigError(f"{error.strerror}; {expected}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("not UTF-8 text") from error
+    if len(raw) > _FILE_LIMIT:
+        raise ConfigError(f"larger than {_FILE_LIMIT} bytes, not a configuration")
+    return text
 
 
 @contextmanager
@@ -91,9 +90,7 @@ def _naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if str(error).startswith(str(path)):
-            raise
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -102,11 +99,11 @@ def _read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader=_TextLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from error
+        raise ConfigError(_one_line(error)) from error
     if tree is None or tree == "":
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections and keys, found {_short(tree)}")
+        raise ConfigError(f"expected sections and keys, found {_short(tree)}")
     return tree
 
 
@@ -121,7 +118,6 @@ def _short(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
-
 
 _FIELDS = dict(walk_keys())                                             # {dotted name: its field in the schema}
 _PARTS = {part for dotted in _FIELDS for part in dotted.split(".")}
@@ -156,6 +152,12 @@ def _flatten(tree: Mapping[str, Any], section: type[Section] = Config, prefix: s
             yield from _flatten(value, inner, dotted + ".")
         else:
             raise ConfigError(f"{dotted} = {_short(value)}: {_section_hint(dotted)}")
+
+
+def _read_layer(path: Path) -> dict[str, Any]:
+    """{dotted name: text} of the keys that a YAML file sets."""
+    with _naming(path):
+        return dict(_flatten(_read_tree(path)))
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -230,7 +232,7 @@ def config_to_yaml(config: Config) -> str:
 
 def default_values() -> dict[str, Any]:
     """{dotted name: text} of config_files/configure.yaml."""
-    return dict(_flatten(_read_tree(DEFAULTS_FILE)))
+    return _read_layer(DEFAULTS_FILE)
 
 
 def key_comments() -> dict[str, str]:
@@ -314,11 +316,10 @@ def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
         path = Path(words.resume) / RUN_CONFIG_NAME
         if not path.is_file():
             raise ConfigError(f"--resume {words.resume}: not a run's folder, it has no {RUN_CONFIG_NAME}")
-        base = dict(_flatten(config_to_dict(config_from_file(path))))
+        base = _read_layer(path)
     given: dict[str, Any] = {}
     for path in words.files:
-        with _naming(path):
-            given.update(_flatten(_read_tree(Path(path))))
+        given.update(_read_layer(Path(path)))
     given.update(words.overrides)
     return CommandLine(_build({**base, **given}), words.resume, words.doctor, given)
 
