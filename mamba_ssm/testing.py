@@ -38,18 +38,21 @@ def assert_close(out: Tensor, ref: Tensor, tolerance: float, what: str = "output
 
 
 def outputs_and_gradients(
-    function: Callable[..., Any], inputs: dict[str, Any], **options: Any
+    function: Callable[..., Any], inputs: dict[str, Any], like: dict[str, Tensor] | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Call `function(**inputs, **options)` and pull a fixed random cotangent back to every input that needs one.
 
+    `like` are the outputs of another run: the cotangent is rounded to their dtypes, so that both runs get the same.
     -> outputs by position ("0", "1", ...), gradients by input name (zeros where an input had no influence)."""
     needing = {n: t for n, t in inputs.items() if isinstance(t, Tensor) and t.requires_grad}
     result = function(**inputs, **options)
     outputs = [result] if isinstance(result, Tensor) else list(result)
     generator = torch.Generator().manual_seed(0)
-    pulled = [out for out in outputs if out.requires_grad]
-    cotangents = [_random_like(out, generator) for out in pulled]
-    grads = torch.autograd.grad(pulled, list(needing.values()), cotangents, allow_unused=True)
+    pulled = {str(i): out for i, out in enumerate(outputs) if out.requires_grad}
+    cotangents = [
+        _random_like(out if like is None else like[i], generator).to(out.dtype) for i, out in pulled.items()
+    ]
+    grads = torch.autograd.grad(list(pulled.values()), list(needing.values()), cotangents, allow_unused=True)
     grads = {n: torch.zeros_like(needing[n]) if g is None else g for n, g in zip(needing, grads, strict=True)}
     return {str(i): out.detach() for i, out in enumerate(outputs)}, grads
 
@@ -67,7 +70,7 @@ def compare(
     The reference runs on float64 copies of the inputs."""
     wide = {name: to_float64(value) for name, value in inputs.items()}
     outs, grads = outputs_and_gradients(function, inputs, **options)
-    ref_outs, ref_grads = outputs_and_gradients(reference, wide, **options)
+    ref_outs, ref_grads = outputs_and_gradients(reference, wide, like=outs, **options)
     for name, ref in ref_outs.items():
         assert_close(outs[name], ref, forward, f"output {name}")
     for name, ref in ref_grads.items():

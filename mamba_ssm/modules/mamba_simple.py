@@ -1,6 +1,6 @@
 """Mamba's mixer: in_proj → causal convolution, SiLU → (Δ, B, C) from the row → selective scan → gate → out_proj.
 
-Letters: B batch, L length, M d_model, D = expand · M channels, N d_state, R dt_rank, W d_conv.
+Letters: B batch, L length, M d_model, D = expand · M channels, N d_state, R dt_rank, W d_conv, S packed sequences.
 """
 
 import math
@@ -13,7 +13,7 @@ from mamba_ssm.modules.cache import MixerState, RecurrentMixer, readable
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_window
 from mamba_ssm.ops.checks import check_choice, check_shape
-from mamba_ssm.ops.numerics import accumulate_dtype
+from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mamba_ssm.utils.generation import InferenceParams
@@ -87,13 +87,19 @@ class Mamba(RecurrentMixer):
         inference_params: InferenceParams | None = None,
         seq_idx: Tensor | None = None,
         state: MixerState | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """hidden_states (B, L, M); seq_idx (B, L) integers, rows of different index don't see each other.
+        """hidden_states (B, L, M); seq_idx (B, L) integers, rows of different index don't see each other; cu_seqlens
+        (S+1) integers: starts and end of sequences packed into B = 1 row.
 
         state (conv_state (B, D, W), ssm_state (B, D, N)): the pass continues from it, it belongs to the first row's
         seq_idx, and is left, in place and without gradient, as it is after the last row. inference_params: the same
         with the state kept there.   -> (B, L, M)"""
         check_shape("Mamba", "hidden_states", hidden_states, "(B, L, d_model)", (None, None, self.d_model))
+        if cu_seqlens is not None:
+            if inference_params is not None:
+                raise ValueError("Mamba: cu_seqlens given with inference_params, expected one sequence in each row")
+            seq_idx = packed_seq_idx(cu_seqlens, hidden_states.shape[1]) if seq_idx is None else seq_idx
         if inference_params is not None:
             state = self.cached_state(inference_params, hidden_states.shape[0])
         if state is not None and hidden_states.shape[1] == 1 and seq_idx is None:

@@ -129,8 +129,8 @@ def ssd_chunk_scan_combined_ref(
         drive = (dt.unsqueeze(-1) * rows).unsqueeze(-1) * B.repeat_interleave(repeats, dim=2).unsqueeze(3)
         state = _initial(rows, B, initial_states)                                         # (B, H, P, N)
         states = [state]
-        for t in range(x.shape[1]):
-            states.append(decay[:, t, :, None, None] * states[-1] + drive[:, t])
+        for decay_t, drive_t in zip(decay.unbind(1), drive.unbind(1), strict=True):
+            states.append(decay_t[..., None, None] * states[-1] + drive_t)
         all_states = torch.stack(states, dim=1)                                           # (B, 1+L, H, P, N)
         y = (all_states[:, 1:] * C.repeat_interleave(repeats, dim=2).unsqueeze(3)).sum(dim=-1)
         out = _skip_and_gate(y, rows, D, z).to(x.dtype)

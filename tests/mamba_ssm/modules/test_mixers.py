@@ -256,6 +256,7 @@ def test_options_of_construction():
     (lambda: Mamba2(8, headdim=4)(torch.zeros(2, 8)), r"u has shape \(2, 8\), expected \(B, L, M\)"),
     (lambda: Mamba(8).step(torch.zeros(2, 2, 8), None, None), r"hidden_states has shape \(2, 2, 8\)"),
     (lambda: Mamba(8)(torch.zeros(2, 3, 8), InferenceParams(3, 2)), "layer_idx is None"),
+    (lambda: Mamba(8)(torch.zeros(1, 3, 8), InferenceParams(3, 2), cu_seqlens=torch.tensor([0, 3])), "one sequence in"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,14 @@ from mamba_ssm.ops.selective_scan_interface import (
     selective_scan_ref,
 )
 from mamba_ssm.ops.tiers import use_tier
-from mamba_ssm.testing import NoHostSync, assert_close, compare, selective_scan_inputs
+from mamba_ssm.testing import (
+    FORWARD_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    NoHostSync,
+    assert_close,
+    compare,
+    selective_scan_inputs,
+)
 
 OPTIONAL = ("D", "z", "delta_bias", "initial_state", "seq_idx")
 LAYOUTS = [
@@ -124,8 +131,8 @@ def test_low_precision_inputs_keep_float32_states(dtype):
     inputs = selective_scan_inputs(length=65, optional=OPTIONAL, dtype=dtype)
     out, last = selective_scan_fn(**inputs, delta_softplus=True, return_last_state=True)
     assert (out.dtype, last.dtype) == (dtype, torch.float32)
-    forward, backward = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (6e-3, 6e-3), torch.float16: (1e-3, 1e-3)}[dtype]
-    compare(selective_scan_fn, selective_scan_ref, inputs, forward, backward, delta_softplus=True)
+    bounds = FORWARD_TOLERANCE[dtype], GRADIENT_TOLERANCE[dtype]
+    compare(selective_scan_fn, selective_scan_ref, inputs, *bounds, delta_softplus=True)
 
 
 @pytest.mark.parametrize("value", [1e30, 60.0, 1e-30, 0.0])
