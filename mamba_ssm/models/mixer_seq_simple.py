@@ -26,7 +26,7 @@ from mamba_ssm.utils.hf import load_config_hf, load_state_dict_hf, save_model_fo
 
 Tensor = torch.Tensor
 
-MIXERS: dict[str, Callable[..., nn.Module]] = {"Mamba": Mamba, "Mamba2": Mamba2}
+MIXERS: dict[str, Callable[..., nn.Module]] = {"Mamba": Mamba, "Mamba1": Mamba, "Mamba2": Mamba2}
 
 
 def create_block(
@@ -44,8 +44,8 @@ def create_block(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Block:
-    """One residual block. ssm_cfg: "layer" ("Mamba", the default, or "Mamba2") and that mixer's arguments; layers in
-    attn_layer_idx are attention instead, with attn_cfg as MHA's arguments."""
+    """One residual block. ssm_cfg: "layer" ("Mamba", the default, also called "Mamba1", or "Mamba2") and that mixer's
+    arguments; layers in attn_layer_idx are attention instead, with attn_cfg as MHA's arguments."""
     factory = {"device": device, "dtype": dtype}
     options = dict(ssm_cfg or {})
     layer = options.pop("layer", "Mamba")

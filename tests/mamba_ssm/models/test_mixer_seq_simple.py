@@ -189,7 +189,7 @@ def test_fused_and_plain_stacks_agree():
     (lambda core: core(torch.zeros(2, 5, 6), torch.zeros(2, 4, 3)), r"action .* expected \(B, L, A\) = \(2, 5, 3\)"),
     (lambda core: core.step(torch.zeros(2, 1, 6), torch.zeros(2, 3), core.init_state(2)), r"expected \(B, Z\)"),
     (lambda core: core(torch.zeros(2, 5, 6), torch.zeros(2, 5, 3), state=core.init_state(3)), "state has 3 rows"),
-    (lambda core: create_block(8, ssm_cfg={"layer": "Mamba3"}), "'Mamba3', expected one of 'Mamba', 'Mamba2'"),
+    (lambda core: create_block(8, ssm_cfg={"layer": "Mamba3"}), "'Mamba3', expected one of 'Mamba', 'Mamba1'"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(core, call, message):
     with pytest.raises(ValueError, match=message):
