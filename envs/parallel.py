@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 EPISODE_KEYS = ("is_first", "life_loss", "episode_return", "episode_length")
 PRELOADED = ("numpy", "cv2", "gymnasium.vector", "ale_py")           # imported once, by the fork server
-PARENT_POLL_S = 1.0                                                    # how often a worker looks whether it is orphaned
 
 
 class StepResult(NamedTuple):
@@ -173,12 +172,12 @@ def _settle_worker() -> None:
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)                          # the main process asks a hung worker where it is
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(PARENT_POLL_S)
+def _end_with_parent() -> None:
+    """An idle worker meets a closed pipe when the main process dies; one that is busy, or hangs, would stay."""
+    multiprocessing.parent_process().join()
     os._exit(1)
 
 

@@ -200,6 +200,7 @@ def test_the_26_games_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_game_loads():
     for name in atari_games():
         env = build_atari(f"ALE/{name}-v5", 64, 4, 0.0, 0)

@@ -183,6 +183,7 @@ def test_state_restores_the_future(build, asynchronous):
         expected = run(envs, 40, np.random.default_rng(1))
     with vector(build, 2, seed=99, asynchronous=not asynchronous) as envs:
         envs.set_state(states)
+        assert envs.get_state() == states
         assert np.array_equal(envs.obs, obs)
         assert_same(expected, run(envs, 40, np.random.default_rng(1)), 2)
 
@@ -320,18 +321,22 @@ def test_close_leaves_no_process():
 
 
 ORPHANS = """
-import os, signal, sys, time
+import pathlib, sys
 from builders import *
-envs = vector(build_catch, 2, asynchronous=True)
+file = pathlib.Path(sys.argv[0] + ".failures")
+file.write_bytes(b"")
+envs = vector(functools.partial(build_failing, way_hang, 1, 99, file), 2, asynchronous=True)
 envs.reset()
-print(*(process.pid for lane in envs._lanes for process in lane._vector.processes), flush=True)
+print(*workers_of(envs), flush=True)
+envs.step_async(np.array([1, 1]))
+time.sleep(0.5)
 {ending}
 """
 
 
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError", "pass"])
 def test_workers_end_with_the_main_process(ending, tmp_path):
-    """Also when it is killed; and the script above, which has no `__main__` guard, is not run again by the workers."""
+    """Also when it is killed while they hang. The script has no `__main__` guard: workers must not run it."""
     (tmp_path / "builders.py").write_text(Path(__file__).read_text())
     (tmp_path / "script.py").write_text(ORPHANS.format(ending=ending))
     paths = os.pathsep.join([str(tmp_path), os.getcwd()])
