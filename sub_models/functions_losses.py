@@ -83,10 +83,17 @@ def uniform_mix_logits(logits: Tensor, ratio: float) -> Tensor:
 
 
 def sample_index(log_probs: Tensor) -> Tensor:
-    """A class drawn from each categorical by the Gumbel-max rule (no host sync).   (..., C) -> (...) int64."""
-    # An exponential draw E gives -log E, a Gumbel variate; its smallest value is above 0, so the logarithm is finite.
-    gumbel = -torch.empty_like(log_probs).exponential_().log()
-    return (log_probs + gumbel).argmax(-1)
+    """A class drawn from each categorical, without a host sync.   normalised log-probabilities (..., C) -> (...) int64.
+
+    One uniform number for each categorical is looked up in its cumulative distribution: a Gumbel variate for every class
+    costs C times as many random numbers, a fifth of the time of imagination on a CPU.
+    """
+    num_classes = log_probs.shape[-1]
+    # A product with a triangle of ones is a cumulative sum that is deterministic on a GPU; float64 keeps autocast out.
+    triangle = torch.ones(num_classes, num_classes, dtype=torch.float64, device=log_probs.device).triu()
+    cumulative = log_probs.detach().double().exp() @ triangle  # (..., C)
+    ticket = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]
+    return (cumulative <= ticket).sum(-1).clamp(max=num_classes - 1)
 
 
 def sample_one_hot(log_probs: Tensor) -> Tensor:
