@@ -1,8 +1,7 @@
-"""What the environment families share: the errors a user can meet, image resizing, and random state as plain values."""
+"""What the environment families share: the errors a user can meet, and image resizing."""
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 import cv2
 import numpy as np
@@ -40,12 +39,3 @@ def resize_image(image: np.ndarray, size: int) -> np.ndarray:
     if image.shape[:2] == (size, size):
         return image.copy()
     return cv2.resize(image, (size, size), interpolation=cv2.INTER_AREA)
-
-
-def rng_state(generator: np.random.Generator) -> dict[str, Any]:
-    """State of a numpy generator as nested dicts of str and int."""
-    return generator.bit_generator.state
-
-
-def set_rng_state(generator: np.random.Generator, state: dict[str, Any]) -> None:
-    generator.bit_generator.state = state

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 
-from envs.common import UnknownEnvironment, resize_image, rng_state, set_rng_state
+from envs.common import UnknownEnvironment, resize_image
 
 ATARI_100K_GAMES = (
     "Alien", "Amidar", "Assault", "Asterix", "BankHeist", "BattleZone", "Boxing", "Breakout", "ChopperCommand",
@@ -98,7 +98,7 @@ class Atari(gymnasium.Env):
             "lives": self._lives,
             "last_action": self._last_action,
             "seeded": self._seeded,
-            "rng": rng_state(self.np_random),
+            "rng": self.np_random.bit_generator.state,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Atari(gymnasium.Env):
             self.ale.act(NOOP)                                         # played since the reset: not in the saved state
         self.ale.restoreState(emulator)
         self._lives, self._last_action, self._seeded = state["lives"], state["last_action"], state["seeded"]
-        set_rng_state(self.np_random, state["rng"])
+        self.np_random.bit_generator.state = state["rng"]
 
     def _sticky(self, action: int) -> int:
         if self.repeat_action_probability == 0.0 or self.np_random.random() >= self.repeat_action_probability:

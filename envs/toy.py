@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 
-from envs.common import UnknownEnvironment, rng_state, set_rng_state
+from envs.common import UnknownEnvironment
 
 WHITE = (255, 255, 255)
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -31,10 +31,10 @@ class ToyEnv(gymnasium.Env):
         self.action_space = action_space
 
     def get_state(self) -> dict[str, Any]:
-        return {"rng": rng_state(self.np_random), **{name: getattr(self, name) for name in self.state_names}}
+        return {"rng": self.np_random.bit_generator.state, **{name: getattr(self, name) for name in self.state_names}}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        set_rng_state(self.np_random, state["rng"])
+        self.np_random.bit_generator.state = state["rng"]
         for name in self.state_names:
             setattr(self, name, state[name])
 
