@@ -395,16 +395,16 @@ def _sequence_model_faults(config: Config) -> Iterator[str]:
 def _replay_faults(config: Config) -> Iterator[str]:
     train = config.JointTrainAgent
     capacity = train.BufferMaxLength // train.NumEnvs * train.NumEnvs
-    for warm_up, sequences, length in (
-        ("WorldModelWarmUp", train.BatchSize, "BatchLength"),              # drawn without replacement
-        ("BehaviourWarmUp", 1, "ImagineContextLength"),                    # drawn with replacement
+    for warm_up, wanted, sequences, length in (
+        ("WorldModelWarmUp", f"BatchSize = {train.BatchSize}", train.BatchSize, "BatchLength"),
+        ("BehaviourWarmUp", "any number of", 1, "ImagineContextLength"),   # contexts are drawn with replacement
     ):
         rows, rows_each = getattr(train, warm_up), getattr(train, length)
         starts = (rows // train.NumEnvs - rows_each + 1) * train.NumEnvs   # rows that can open a sequence
         if starts < sequences:
             enough = (-(-sequences // train.NumEnvs) + rows_each - 1) * train.NumEnvs
             yield (
-                f"JointTrainAgent.{warm_up} = {rows}: too few rows for {sequences} different sequences of "
+                f"JointTrainAgent.{warm_up} = {rows}: too few rows for {wanted} sequences of "
                 f"{length} = {rows_each} rows, from NumEnvs = {train.NumEnvs} environment(s); {enough} are enough"
             )
         if rows > capacity:

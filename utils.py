@@ -21,7 +21,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from config_schema import Config, Section, describe, section_of, walk_keys
+from config_schema import WHOLE_LIMIT, Config, Section, describe, section_of, walk_keys
 
 DEFAULTS_FILE = Path(__file__).resolve().parent / "config_files" / "configure.yaml"
 RUN_CONFIG_NAME = "config.yaml"                                         # the resolved configuration in a run's folder
@@ -182,7 +182,7 @@ def _fault(error: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     if not error["loc"]:
         return str(error["ctx"]["error"])                               # a rule over several keys; it names them itself
     dotted = ".".join(part for part in error["loc"] if isinstance(part, str) and part in _PARTS)
-    limit = f" and <= {error['ctx']['le']}" if error["type"] == "less_than_equal" else ""
+    limit = f" and <= {WHOLE_LIMIT}" if error.get("ctx", {}).get("le") == WHOLE_LIMIT else ""
     return f"{dotted} = {_short(values[dotted])}: must be {describe(_FIELDS[dotted])}{limit}"
 
 

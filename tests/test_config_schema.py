@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from config_schema import Config, describe, is_continuous, walk_keys
@@ -195,6 +195,7 @@ ANYTHING = st.one_of(
 
 
 @settings(max_examples=400, deadline=None)
+@example(key="JointTrainAgent.BatchSize", value=906)
 @given(key=st.sampled_from(sorted(KEYS)), value=ANYTHING)
 def test_any_value_builds_or_is_refused_in_one_line_that_names_its_key(key, value):
     config = load_config([], "train.py").config
@@ -274,6 +275,30 @@ def test_each_key_refuses_values_of_the_wrong_type_or_range(defaults, key):
 
 
 OPTIONAL = "BasicSettings.SavePath"                                     # null or any text
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("Models.WorldModel.Encoder.Kernel", 4),
+        ("Models.Agent.AC.Gamma", 1.01),
+        ("Models.WorldModel.Dropout", 1),
+        ("Models.Agent.PPO.EpsilonClip", 0),
+        ("Models.WorldModel.Adam.LearningRate", 0),
+        ("Models.WorldModel.ClassDim", 1),
+        ("JointTrainAgent.BatchLength", 1),
+        ("Models.WorldModel.Mamba.ssm_cfg.d_state", 257),
+        ("BasicSettings.Seed", 2**32),
+        ("BasicSettings.Env_name", "two words"),
+        ("BasicSettings.Device", "cuda1"),
+        ("n", "a/b"),
+        ("n", "x" * 65),
+    ],
+)
+def test_values_just_outside_their_range_are_refused(defaults, key, value):
+    with pytest.raises(ConfigError) as caught:
+        change(defaults, (key, value))
+    assert str(caught.value).endswith(f": must be {describe(KEYS[key])}")
+
+
 CHOICES = [key for key, field in KEYS.items() if get_origin(field.annotation) is Literal]
 
 
@@ -298,7 +323,7 @@ TRANSFORMER = ("Models.WorldModel.Backbone", "Transformer")
     "pairs, named",
     [
         ([("JointTrainAgent.BatchLength", 1033)], "WorldModelWarmUp = 1032.*BatchLength = 1033"),
-        ([("JointTrainAgent.BatchLength", 1018)], "WorldModelWarmUp = 1032.* 16 different.*1033 are enough"),
+        ([("JointTrainAgent.BatchLength", 1018)], "WorldModelWarmUp = 1032.*BatchSize = 16 .*1033 are enough"),
         ([("JointTrainAgent.NumEnvs", 8), ("JointTrainAgent.BatchLength", 130)], "NumEnvs = 8"),
         ([("JointTrainAgent.ImagineContextLength", 1033)], "BehaviourWarmUp = 1032.*1033 are enough"),
         ([("JointTrainAgent.BufferMaxLength", 1031)], "BufferMaxLength = 1031.*WorldModelWarmUp"),
