@@ -16,7 +16,8 @@ def run_group(
 ) -> None:
     """Run `function(process_group, *arguments)` in world_size new processes.
 
-    function must be importable by name. The first rank that raises ends all others, and its traceback is raised here
+    function must be importable by name; with backend "nccl" each rank's current device is the GPU of its number. The
+    first rank that raises ends all others, and its traceback is raised here
     (torch.multiprocessing.ProcessRaisedException); a collective that waits longer than timeout_s fails."""
     with tempfile.TemporaryDirectory() as folder:
         address = "file://" + os.path.join(folder, "rendezvous")
@@ -27,6 +28,8 @@ def _member(
     rank: int, world_size: int, address: str, backend: str, timeout_s: float, function: Callable, arguments: tuple
 ) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout)
     group: ProcessGroup = dist.group.WORLD

@@ -144,6 +144,17 @@ def everything(group):
         layer_equals_its_parts(group, name, sequence_parallel=True)
 
 
+def everything_on_gpus(group):
+    torch.set_default_device("cuda")
+    everything(group)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two CUDA devices")
+def test_two_gpus_equal_one():
+    run_group(everything_on_gpus, WORLD, backend="nccl")
+
+
 def test_two_processes_equal_one():
     """In one group, for starting processes costs more than all the checks; the traceback names the check."""
     run_group(everything, WORLD)

@@ -204,6 +204,7 @@ def test_batch_rows_do_not_mix_and_time_is_causal(mixer):
     changed = torch.cat([rows[:, :6], rows[:, 6:] + 1.0], dim=1)
     assert_close(mixer(changed)[:, :6], out[:, :6], 1e-12)
     assert mixer(rows[:, :0]).shape == (3, 0, 8)
+    assert mixer(rows[:0]).shape == (0, 10, 8)
 
 
 def test_names_shapes_and_counts_of_parameters():
