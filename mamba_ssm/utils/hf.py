@@ -7,7 +7,9 @@ import importlib.util
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,8 +57,7 @@ def save_model_folder(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
     if safe_serialization:
-        from safetensors.torch import save_file
-
+        save_file = _safetensors(folder).torch.save_file
         _replace(folder / SAFE_WEIGHTS_NAME, lambda path: save_file(tensors, path))
         (folder / WEIGHTS_NAME).unlink(missing_ok=True)
     else:
@@ -66,7 +67,7 @@ def save_model_folder(
     _replace(folder / CONFIG_NAME, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _replace(path: Path, write) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(path.name + ".part")
     write(unfinished)
     os.replace(unfinished, path)
@@ -94,15 +95,19 @@ def _find(model_name: str | os.PathLike, names: tuple[str, ...]) -> Path:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    safetensors = _safetensors(path)
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+
+
+def _safetensors(path: Path) -> ModuleType:
+    try:
+        import safetensors.torch
     except ImportError as error:
         raise ImportError(f"{path}: needs the package safetensors: pip install safetensors") from error
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
+    return safetensors
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ class Malicious:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize("save", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, protocol=2))])
 def test_a_file_that_holds_code_is_refused_and_not_run(save, tmp_path):
     make().save_pretrained(tmp_path)
     trace = tmp_path / "executed"
@@ -145,6 +146,15 @@ def test_a_damaged_file_is_one_error(name, tmp_path):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(ValueError, match=name):
             MambaLMHeadModel.from_pretrained(tmp_path)
+
+
+def test_without_the_package_safetensors_its_files_are_one_error(tmp_path, monkeypatch):
+    make().save_pretrained(tmp_path, safe_serialization=True)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="needs the package safetensors: pip install"):
+        MambaLMHeadModel.from_pretrained(tmp_path)
+    with pytest.raises(ImportError, match="needs the package safetensors: pip install"):
+        make().save_pretrained(tmp_path, safe_serialization=True)
 
 
 def test_wrong_folders_and_configurations_are_refused(tmp_path):
