@@ -116,7 +116,7 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
                 frames.append(obs[0].copy())
             action, state = actor.act(obs, state, is_first)
             result = env.step(action)
-            for i in np.flatnonzero((result.terminated | result.truncated) & (missing > 0)):
+            for i in np.flatnonzero(result.finished & (missing > 0)):
                 score = float(result.episode_return[i])
                 episodes.append(
                     Episode(int(i), score, int(result.episode_length[i]), human_normalised_score(name, score))

@@ -55,10 +55,9 @@ class Collector:
         """Wait for the environments; the row of the step that `send` began."""
         result = self.env.step_wait()
         row = Row(self._obs, self._action, result.reward, result.terminated | result.life_loss, self._is_first)
-        ended = result.terminated | result.truncated
         self.finished = [
             FinishedEpisode(float(result.episode_return[i]), int(result.episode_length[i]))
-            for i in np.flatnonzero(ended)
+            for i in np.flatnonzero(result.finished)
         ]
         self._obs, self._is_first = result.obs, result.is_first
         return row

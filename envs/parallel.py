@@ -58,6 +58,11 @@ class StepResult(NamedTuple):
     episode_length: np.ndarray        # (E,) int64, valid where terminated or truncated
     restarted: np.ndarray             # (E,) bool, the environment failed and was replaced
 
+    @property
+    def finished(self) -> np.ndarray:
+        """(E,) bool, an episode ended as its environment wanted: only then do return and length count as a result."""
+        return (self.terminated | self.truncated) & ~self.restarted
+
 
 class WorkerFailed(RuntimeError):
     """An environment failed for good."""

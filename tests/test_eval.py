@@ -64,8 +64,7 @@ class ScriptedEnv:
         obs = np.zeros((2, 16, 16, 3), np.uint8)
         return SimpleNamespace(
             obs=obs,
-            terminated=ended,
-            truncated=np.zeros(2, bool),
+            finished=ended,
             is_first=ended,
             final_obs={int(i): obs[i] for i in np.flatnonzero(ended)},
             episode_return=np.array([0.0, 10.0]),

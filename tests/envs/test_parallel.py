@@ -140,6 +140,7 @@ def test_episode_ends_as_a_single_environment_would(build, asynchronous):
                 assert np.array_equal(result.final_obs[0], obs)
                 assert result.episode_return[0] == info["episode_return"]
                 assert result.episode_length[0] == info["episode_length"]
+                assert result.finished[0]
                 obs, info = single.reset()
             else:
                 assert result.final_obs == {}
@@ -220,6 +221,7 @@ def test_a_failed_worker_is_replaced_and_its_episode_truncated(asynchronous, way
             result, expected = envs.step(actions), healthy.step(actions)
             failed = np.flatnonzero(result.restarted).tolist()
             assert len(failed) == (step == 5)
+            assert not result.finished[failed].any()                   # no score for the episode that broke off
             if step == 5:
                 lane = failed[0]
                 assert (result.terminated[lane], result.truncated[lane], result.is_first[lane]) == (False, True, True)
