@@ -13,15 +13,23 @@ Tensor = torch.Tensor
 
 
 def chunk_scan(
-    CB: Tensor, x: Tensor, dt: Tensor, dA_cumsum: Tensor, C: Tensor, entering: Tensor, pieces: Tensor | None = None
+    CB: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    dA_cumsum: Tensor,
+    C: Tensor,
+    entering: Tensor | None,
+    pieces: Tensor | None = None,
 ) -> Tensor:
     """CB (B, K, G, Q, Q); x (B, K, Q, H, P); dt (B, K, Q, H); dA_cumsum (B, K, H, Q) float64; C (B, K, Q, G, N);
-    entering (B, K, H, P, N); pieces (B, K, Q).   -> (B, K, Q, H, P)"""
+    entering (B, K, H, P, N), None: zeros; pieces (B, K, Q).   -> (B, K, Q, H, P)"""
     groups, (heads, headdim) = C.shape[3], x.shape[3:]
     weight = _decay_between_rows(dA_cumsum, pieces, x.dtype)                              # (B, K, H, Q, Q)
     weight = weight.unflatten(2, (groups, heads // groups)) * CB.unsqueeze(3)             # (B, K, G, R, Q, Q)
     driven = (dt.unsqueeze(-1) * x).transpose(2, 3)                                       # (B, K, H, Q, P)
     inside = torch.matmul(weight.flatten(2, 3), driven).transpose(2, 3)                   # (B, K, Q, H, P)
+    if entering is None:
+        return inside
     rows = entering.unflatten(2, (groups, heads // groups)).flatten(3, 4)                 # (B, K, G, R*P, N)
     carried = torch.matmul(C.transpose(2, 3), rows.transpose(3, 4))                       # (B, K, G, Q, R*P)
     carried = carried.transpose(2, 3).unflatten(4, (heads // groups, headdim)).flatten(3, 4)

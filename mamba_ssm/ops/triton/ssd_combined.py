@@ -91,8 +91,9 @@ def mamba_chunk_scan(
             seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
         wide = _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states)
         y, final_states, varlen_states = _scan_chunks(
-            *wide, A, chunk_size, initial_states, seq_idx, cu_seqlens if return_varlen_states else None
-        )
+            *wide, A, chunk_size, initial_states, seq_idx, cu_seqlens if return_varlen_states else None,
+            return_final_states,
+        )  # fmt: skip
         out = _skip_and_gate(y, wide[0], D, z).to(x.dtype)
     return _results(out, final_states, varlen_states, return_final_states, return_varlen_states)
 
@@ -159,8 +160,8 @@ def ssd_selective_scan(
     )
 
 
-def _scan_chunks(x, dt, B, C, A, chunk_size, initial_states, seq_idx, cu_seqlens):
-    """y (B, L, H, P), final states (B, H, P, N), and with cu_seqlens states (S, H, P, N), else None."""
+def _scan_chunks(x, dt, B, C, A, chunk_size, initial_states, seq_idx, cu_seqlens, return_final_states):
+    """y (B, L, H, P), final states (B, H, P, N) or None if nobody wants them, with cu_seqlens states (S, H, P, N)."""
     length = x.shape[1]
     if length == 0:
         final = _initial(x, B, initial_states)
@@ -174,9 +175,14 @@ def _scan_chunks(x, dt, B, C, A, chunk_size, initial_states, seq_idx, cu_seqlens
         pieces = torch.cat([pieces, padding], dim=1).unflatten(1, (chunks, size))         # (B, K, Q)
     x, dt, B, C = (_into_chunks(rows, chunks, size) for rows in (x, dt, B, C))            # padding has Δ = 0
     dA_cumsum = chunk_cumsum(dt, A)                                                       # (B, K, H, Q) float64
-    states = chunk_state(B, x, dt, dA_cumsum, pieces)
-    entering, final = state_passing(states, dA_cumsum[..., -1], initial_states, pieces)
-    y = chunk_scan(bmm_chunk(C, B), x, dt, dA_cumsum, C, entering, pieces)
+    if chunks == 1 and cu_seqlens is None and not return_final_states:
+        entering, final = None if initial_states is None else initial_states.to(x.dtype).unsqueeze(1), None
+    else:
+        states = chunk_state(B, x, dt, dA_cumsum, pieces)
+        entering, final = state_passing(states, dA_cumsum[..., -1], initial_states, pieces)
+    nothing_enters = chunks == 1 and initial_states is None
+    CB = bmm_chunk(C, B)
+    y = chunk_scan(CB, x, dt, dA_cumsum, C, None if nothing_enters else entering, pieces)
     varlen = None if cu_seqlens is None else chunk_state_varlen(B, x, dt, dA_cumsum, pieces, cu_seqlens, entering)
     return y.flatten(1, 2)[:, :length], final, varlen
 
@@ -186,13 +192,17 @@ def _widen(x, dt, B, C, dt_bias, dt_softplus, dt_limit, A, initial_states):
     dtype = accumulate_dtype(x, dt, B, C, dt_bias, A, initial_states)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = F.softplus(dt) if dt_softplus else dt
-    return x.to(dtype), dt.clamp(*dt_limit), B.to(dtype), C.to(dtype)
+    if not dt_softplus or tuple(dt_limit) != NO_LIMIT:       # softplus is never below 0
+        dt = dt.clamp(*dt_limit)
+    return x.to(dtype), dt, B.to(dtype), C.to(dtype)
 
 
 def _into_chunks(rows: Tensor, chunks: int, size: int) -> Tensor:
     """(B, L, ...) -> (B, K, Q, ...), zeros behind the last row."""
-    padding = [0, 0] * (rows.dim() - 2) + [0, chunks * size - rows.shape[1]]
-    return F.pad(rows, padding).unflatten(1, (chunks, size))
+    missing = chunks * size - rows.shape[1]
+    if missing:
+        rows = F.pad(rows, [0, 0] * (rows.dim() - 2) + [0, missing])
+    return rows.unflatten(1, (chunks, size))
 
 
 def _initial(x: Tensor, B: Tensor, initial_states: Tensor | None) -> Tensor:
@@ -293,11 +303,13 @@ def _split_conv1d_scan(
     gate, value, z, xBC, dt = zxbcdt.split([bypass, bypass, dim, conv_dim, heads], dim=-1)
     xBC = conv(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation).transpose(1, 2)
     x, B, C = xBC.split([dim, ngroups * state, ngroups * state], dim=-1)
-    out, final_states = scan(
+    result = scan(
         x.unflatten(-1, (heads, headdim)), dt, A, B.unflatten(-1, (ngroups, state)), C.unflatten(-1, (ngroups, state)),
         chunk_size, D=D, z=z.unflatten(-1, (heads, headdim)) if rmsnorm_weight is None else None, dt_bias=dt_bias,
-        initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit, return_final_states=True,
+        initial_states=initial_states, seq_idx=seq_idx, dt_softplus=True, dt_limit=dt_limit,
+        return_final_states=return_final_states,
     )  # fmt: skip
+    out, final_states = result if return_final_states else (result, None)
     out = out.flatten(2)
     if rmsnorm_weight is not None:
         out = norm(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
