@@ -77,20 +77,20 @@ def test_chunked_equals_minimal(length, chunk_size):
     assert_close(last, final, 1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     length=st.integers(0, 40), chunk_size=st.integers(1, 48), groups=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99), optional=st.sets(st.sampled_from(OPTIONAL)), D_has_hdim=st.booleans(),
-    softplus=st.booleans(), dt_limit=st.sampled_from([(0.0, math.inf), (0.2, 0.6)]),
+    softplus=st.booleans(), final=st.booleans(), dt_limit=st.sampled_from([(0.0, math.inf), (0.2, 0.6)]),
 )  # fmt: skip
-def test_every_subset_of_options(length, chunk_size, groups, seed, optional, D_has_hdim, softplus, dt_limit):
+def test_every_subset_of_options(length, chunk_size, groups, seed, optional, D_has_hdim, softplus, final, dt_limit):
     t = ssd_inputs(
         length=length, groups=groups, D_has_hdim=D_has_hdim, optional=sorted(optional), dtype=torch.float64, seed=seed
     )
     with use_tier("reference"):
         compare(
             mamba_chunk_scan_combined, ssd_chunk_scan_combined_ref, t, 1e-10, 1e-10, chunk_size=chunk_size,
-            dt_softplus=softplus, dt_limit=dt_limit, return_final_states=True,
+            dt_softplus=softplus, dt_limit=dt_limit, return_final_states=final,
         )  # fmt: skip
 
 
