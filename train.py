@@ -128,7 +128,10 @@ def train(run: Run) -> None:
             if schedule.log(step) or step >= schedule.total_steps:
                 run.flush(step)
             if schedule.evaluate(step):
-                run.log(step, evaluate(world_model, agent, config, seed=step).metrics())
+                evaluation = evaluate(world_model, agent, config, seed=step)
+                run.log(step, evaluation.metrics())
+                if config.Evaluate.SaveVideo:
+                    run.save_video(f"evaluation_{step:09d}", evaluation.frames)
             if schedule.save(step) or finished:
                 save(run, step, world_model, agent, replay, collector)
             run.progress(step)

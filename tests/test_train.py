@@ -127,6 +127,7 @@ def test_evaluation_does_not_change_the_training_curve(tmp_path):
     lines = metrics_of(evaluated)
     scores = [line["evaluation/return_mean"] for line in lines if "evaluation/return_mean" in line]
     assert len(scores) == 4 and np.isfinite(scores).all()
+    assert len(list((evaluated / "videos").glob("evaluation_*.mp4"))) == 4
     assert [line for line in lines if not any(k.startswith("evaluation/") for k in line)] == metrics_of(plain)
     assert_same(newest_state(plain).train, newest_state(evaluated).train)
 
