@@ -20,12 +20,13 @@ constexpr int kProjectionSumFloats = Shape::kWarps == 1 ? 0 : Shape::kWarps * 2 
 template <typename Shape>
 constexpr size_t backward_shared_bytes() {
   return sizeof(float) * (4 * Shape::kTileFloats + 2 * Shape::kProjectionFloats + kTile + kCheckpointFloats<Shape> +
-                          kProjectionSumFloats<Shape>);
+                          kProjectionSumFloats<Shape>) +
+         16 * 4 * Shape::kSlots;
 }
 
 struct BackwardTiles {
   float *delta, *drive, *dy, *through_decay;  // drive: Δu, then d(Δu); dy, then y
-  float *B, *C, *offsets, *checkpoints, *projection_sums;
+  float *B, *C, *offsets, *checkpoints, *projection_sums, *slots;
 
   template <typename Shape>
   __device__ static BackwardTiles in(float* shared) {
@@ -39,13 +40,16 @@ struct BackwardTiles {
     tiles.offsets = tiles.C + Shape::kProjectionFloats;
     tiles.checkpoints = tiles.offsets + kTile;
     tiles.projection_sums = tiles.checkpoints + kCheckpointFloats<Shape>;
+    tiles.slots = tiles.projection_sums + kProjectionSumFloats<Shape>;
     return tiles;
   }
 };
 
 // dy = dout silu(z), or dout.
 template <typename Shape>
-__device__ inline void stage_output_gradient(const Arguments& p, const Part& part, int tile_row, float* dy_tile) {
+__device__ inline void stage_output_gradient(const Arguments& p, const Part& part, int tile_row,
+                                             const Pack<typename Shape::T>* dout_slots,
+                                             const Pack<typename Shape::T>* z_slots, float* dy_tile) {
   using T = typename Shape::T;
 #pragma unroll
   for (int i = 0; i < Shape::kPieces; ++i) {
@@ -53,10 +57,10 @@ __device__ inline void stage_output_gradient(const Arguments& p, const Part& par
     if (!piece.inside()) continue;
     float dy[kVector<T>] = {};
     if (piece.count > 0) {
-      load_vector<T>(at<T>(p.dout, part, piece.channel, tile_row + piece.row), piece.count, p.aligned, dy);
+      read_piece<Shape>(p, part, p.dout, piece, i, tile_row, dout_slots, dy);
       if (p.z.data) {
         float z[kVector<T>];
-        load_vector<T>(at<T>(p.z, part, piece.channel, tile_row + piece.row), piece.count, p.aligned, z);
+        read_piece<Shape>(p, part, p.z, piece, i, tile_row, z_slots, z);
 #pragma unroll
         for (int k = 0; k < kVector<T>; ++k) dy[k] *= z[k] * sigmoid(z[k]);
       }
@@ -65,10 +69,29 @@ __device__ inline void stage_output_gradient(const Arguments& p, const Part& par
   }
 }
 
+// This thread's vectors of a tile for write_gradients, read before the barrier that ends the scan: the scan's registers
+// are free, and all loads are under way at once.
+template <typename Shape>
+struct GradientInputs {
+  using T = typename Shape::T;
+  Pack<T> u[Shape::kPieces], dout[Shape::kPieces], z[Shape::kPieces];
+  __device__ GradientInputs(const Arguments& p, const Part& part, int tile_row) {
+#pragma unroll
+    for (int i = 0; i < Shape::kPieces; ++i) {
+      const Piece<Shape> piece(part, i, tile_row, p.length);
+      const int row = tile_row + piece.row, count = piece.inside() ? piece.count : 0;
+      u[i] = load_pack(at<T>(p.u, part, piece.channel, row), count, p.aligned);
+      dout[i] = load_pack(at<T>(p.dout, part, piece.channel, row), count, p.aligned);
+      if (p.z.data) z[i] = load_pack(at<T>(p.z, part, piece.channel, row), count, p.aligned);
+    }
+  }
+};
+
 // du, ddelta and dz of a tile, and this thread's share of dD and ddelta_bias.
 template <typename Shape>
 __device__ inline void write_gradients(const Arguments& p, const Part& part, int tile_row, const BackwardTiles& tiles,
-                                       float (&dD)[Shape::kPieces], float (&dbias)[Shape::kPieces]) {
+                                       const GradientInputs<Shape>& inputs, float (&dD)[Shape::kPieces],
+                                       float (&dbias)[Shape::kPieces]) {
   using T = typename Shape::T;
   constexpr int K = kVector<T>;
 #pragma unroll
@@ -78,11 +101,11 @@ __device__ inline void write_gradients(const Arguments& p, const Part& part, int
     const int row = tile_row + piece.row, place = piece.channel * kRowStride + piece.row;
     const float skip = p.D ? p.D[part.first + piece.channel] : 0.0f;
     float u[K], dy[K], x[K], delta[K], ddrive[K];
-    load_vector<T>(at<T>(p.u, part, piece.channel, row), piece.count, p.aligned, u);
-    load_vector<T>(at<T>(p.dout, part, piece.channel, row), piece.count, p.aligned, dy);
+    unpack(inputs.u[i], u);
+    unpack(inputs.dout[i], dy);
     if (p.z.data) {
       float z[K], y[K];
-      load_vector<T>(at<T>(p.z, part, piece.channel, row), piece.count, p.aligned, z);
+      unpack(inputs.z[i], z);
       load_shared<K>(tiles.dy + place, y);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -163,11 +186,14 @@ template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __grid_constant__ Arguments p,
                                                                         const __grid_constant__ Plan plan) {
   using S = typename Shape::S;
+  using T = typename Shape::T;
   constexpr int kStates = Shape::kStates, kChannels = Shape::kChannels;
   constexpr int kHeld = kStates * kReals<S>;                   // floats of a lane's states of one channel
   constexpr int kSumRow = 2 * Shape::kStateRow;                // floats of a row of dB and dC
   extern __shared__ float4 shared_memory[];
   const BackwardTiles tiles = BackwardTiles::in<Shape>(reinterpret_cast<float*>(shared_memory));
+  auto* u_slots = reinterpret_cast<Pack<T>*>(tiles.slots);
+  auto *delta_slots = u_slots + Shape::kSlots, *dout_slots = delta_slots + Shape::kSlots, *z_slots = dout_slots + Shape::kSlots;
 
   const Part part = part_of_block<Shape>(p, plan);
   const LaneView<Shape> view;
@@ -186,16 +212,46 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
   view.load(p.dlast_state, part.batch, p, part, dh);
   float dD[Shape::kPieces] = {}, dbias[Shape::kPieces] = {};
 
+  ProjectionAhead<Shape> B_ahead, C_ahead;
+  S next_h[kChannels][kStates];
+  const auto fetch_inputs = [&](int chunk) {
+    const int tile_row = chunk * kTile;
+    fetch_tile<Shape>(p, part, p.u, tile_row, u_slots);
+    fetch_tile<Shape>(p, part, p.delta, tile_row, delta_slots);
+    fetch_tile<Shape>(p, part, p.dout, tile_row, dout_slots);
+    if (p.z.data) fetch_tile<Shape>(p, part, p.z, tile_row, z_slots);
+    B_ahead.load(p, part, p.B, tile_row);
+    C_ahead.load(p, part, p.C, tile_row);
+    view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, next_h);
+  };
+  if constexpr (Shape::kFast) {
+    if (p.length > 0) fetch_inputs(p.chunks() - 1);
+  }
+
   for (int chunk = p.chunks() - 1; chunk >= 0; --chunk) {
     const int tile_row = chunk * kTile;
     S h[kChannels][kStates];
-    view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, h);
-    stage_inputs<Shape>(p, part, tile_row, tiles.delta, tiles.drive);
-    stage_output_gradient<Shape>(p, part, tile_row, tiles.dy);
+    if constexpr (Shape::kFast) wait_for_fetches();
+    else view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, h);
+    stage_inputs<Shape>(p, part, tile_row, u_slots, delta_slots, tiles.delta, tiles.drive);
+    stage_output_gradient<Shape>(p, part, tile_row, dout_slots, z_slots, tiles.dy);
     stage_offsets<Shape>(p, part, tile_row, tiles.offsets);
-    if (variable_B) stage_projection<Shape>(p, part, p.B, tile_row, tiles.B);
-    if (variable_C) stage_projection<Shape>(p, part, p.C, tile_row, tiles.C);
+    if constexpr (Shape::kFast) {
+      B_ahead.store(p, tile_row, tiles.B);
+      C_ahead.store(p, tile_row, tiles.C);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+#pragma unroll
+        for (int j = 0; j < kStates; ++j) h[c][j] = next_h[c][j];
+      }
+    } else {
+      if (variable_B) stage_projection<Shape>(p, part, p.B, tile_row, tiles.B);
+      if (variable_C) stage_projection<Shape>(p, part, p.C, tile_row, tiles.C);
+    }
     __syncthreads();
+    if constexpr (Shape::kFast) {
+      if (chunk > 0) fetch_inputs(chunk - 1);
+    }
 
     // A state in shared memory every kStep rows: [step][channel][states of four floats][thread], only read by its thread.
     const auto checkpoint = [&](int step, int c, int four) {
@@ -215,7 +271,6 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
       }
     };
     for (int step = 0; step < kSteps - 1; ++step) {
-      keep(step);
       const int t = step * kStep;
       float offset[kStep];
       load_shared<kStep>(tiles.offsets + t, offset);
@@ -225,6 +280,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
         load_shared<kStep>(tiles.delta + view.channel[c] * kRowStride + t, delta[c]);
         load_shared<kStep>(tiles.drive + view.channel[c] * kRowStride + t, drive[c]);
       }
+      keep(step);                                               // after the loads: stores bar them
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
         S B[kStates];
@@ -324,8 +380,9 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
         sum_rows<Shape::kLanes>(through_decay[c], tiles.through_decay + place);
       }
     }
+    const GradientInputs<Shape> inputs(p, part, tile_row);
     __syncthreads();
-    write_gradients<Shape>(p, part, tile_row, tiles, dD, dbias);
+    write_gradients<Shape>(p, part, tile_row, tiles, inputs, dD, dbias);
     if constexpr (Shape::kWarps > 1) {
       if (variable_B || variable_C) {
         const int64_t first = (int64_t(part.batch) * plan.parts + part.index) * p.length + tile_row;
@@ -338,7 +395,8 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
         }
       }
     }
-    __syncthreads();
+    // The next tile needs no barrier here: a thread stages into the places that it just read, and sums over warps are
+    // read before the barrier that opens the next scan.
   }
   view.store(p.partial_A, part.batch, p, part, dA);
   if (!variable_B) view.store(p.partial_B, part.batch, p, part, constant_dB);
@@ -351,7 +409,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
 // ---- sums over blocks: dB and dC over the parts of a group, dA and its like over the batch ----
 
 constexpr int kFinishThreads = 256;
-constexpr int kFinishRows = 32;      // rows of dB or dC for one block
+constexpr int kFinishRows = 8;       // rows of dB or dC for one block: few, so that many loads are under way
 constexpr int kFinishColumns = 32;   // floats of a row for one block
 
 // Sums over the batch: `count` columns of (B, count).
@@ -384,7 +442,7 @@ __device__ inline void finish_projection(const Arguments& p, const Plan& plan, c
       const float* from = p.partial_BC + ((int64_t(batch) * plan.parts + group * parts) * p.length + row) * 2 * state_row +
                           which * state_row + i;
       const int64_t stride = int64_t(p.length) * 2 * state_row;
-#pragma unroll 4
+#pragma unroll 16
       for (int part = 0; part < parts; ++part) sum += from[part * stride];
     }
     tile[column][r] = sum;
@@ -412,7 +470,7 @@ __global__ void __launch_bounds__(kFinishThreads) finish_backward_kernel(const _
       const ColumnSum& sums = finish.sums[i];
       if (column >= 0 && column < sums.count) {
         float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
         for (int b = 0; b < p.batch; ++b) sum += sums.from[b * sums.count + column];
         sums.to[column] = sum;
       }

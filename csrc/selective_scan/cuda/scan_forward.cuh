@@ -11,12 +11,14 @@ namespace mamba_ssm::cuda {
 
 template <typename Shape>
 constexpr size_t forward_shared_bytes() {
-  return sizeof(float) * (2 * Shape::kTileFloats + 2 * Shape::kProjectionFloats + kTile);
+  return sizeof(float) * (2 * Shape::kTileFloats + 2 * Shape::kProjectionFloats + kTile) + 16 * 3 * Shape::kSlots;
 }
 
 // out from y, which the scan left in y_tile.
 template <typename Shape>
-__device__ inline void write_outputs(const Arguments& p, const Part& part, int tile_row, const float* y_tile) {
+__device__ inline void write_outputs(const Arguments& p, const Part& part, int tile_row, const float* y_tile,
+                                     const Pack<typename Shape::T> (&u)[Shape::kPieces],
+                                     const Pack<typename Shape::T>* z_slots) {
   using T = typename Shape::T;
 #pragma unroll
   for (int i = 0; i < Shape::kPieces; ++i) {
@@ -27,12 +29,13 @@ __device__ inline void write_outputs(const Arguments& p, const Part& part, int t
     const int row = tile_row + piece.row;
     if (p.D) {
       const float skip = p.D[part.first + piece.channel];
-      load_vector<T>(at<T>(p.u, part, piece.channel, row), piece.count, p.aligned, x);
+      if constexpr (Shape::kFast) unpack(u[i], x);
+      else load_vector<T>(at<T>(p.u, part, piece.channel, row), piece.count, p.aligned, x);
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) y[k] = fmaf(skip, x[k], y[k]);
     }
     if (p.z.data) {
-      load_vector<T>(at<T>(p.z, part, piece.channel, row), piece.count, p.aligned, x);
+      read_piece<Shape>(p, part, p.z, piece, i, tile_row, z_slots, x);
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) y[k] *= x[k] * sigmoid(x[k]);
     }
@@ -44,6 +47,7 @@ template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __grid_constant__ Arguments p,
                                                                        const __grid_constant__ Plan plan) {
   using S = typename Shape::S;
+  using T = typename Shape::T;
   constexpr int kStates = Shape::kStates, kChannels = Shape::kChannels;
   extern __shared__ float4 shared_memory[];
   float* delta_tile = reinterpret_cast<float*>(shared_memory);
@@ -51,6 +55,8 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
   float* B_tile = drive_tile + Shape::kTileFloats;
   float* C_tile = B_tile + Shape::kProjectionFloats;
   float* offsets = C_tile + Shape::kProjectionFloats;
+  auto* u_slots = reinterpret_cast<Pack<T>*>(offsets + kTile);
+  auto *delta_slots = u_slots + Shape::kSlots, *z_slots = delta_slots + Shape::kSlots;
 
   const Part part = part_of_block<Shape>(p, plan);
   const LaneView<Shape> view;
@@ -64,24 +70,56 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
   }
   if (!variable_B) view.load(p.B.data, 0, p, part, constant_B);
   if (!variable_C) view.load(p.C.data, 0, p, part, constant_C);
+  ProjectionAhead<Shape> B_ahead, C_ahead;
+  const auto fetch_inputs = [&](int tile_row) {
+    fetch_tile<Shape>(p, part, p.u, tile_row, u_slots);
+    fetch_tile<Shape>(p, part, p.delta, tile_row, delta_slots);
+    B_ahead.load(p, part, p.B, tile_row);
+    C_ahead.load(p, part, p.C, tile_row);
+  };
+  if constexpr (Shape::kFast) fetch_inputs(0);
   view.load(p.initial, part.batch, p, part, h);
+  if constexpr (Shape::kFast) wait_for_fetches();
 
   for (int tile_row = 0; tile_row < p.length; tile_row += kTile) {
     if (p.states) view.store(p.states, int64_t(part.batch) * p.chunks() + tile_row / kTile, p, part, h);
-    stage_inputs<Shape>(p, part, tile_row, delta_tile, drive_tile);
+    stage_inputs<Shape>(p, part, tile_row, u_slots, delta_slots, delta_tile, drive_tile);
     stage_offsets<Shape>(p, part, tile_row, offsets);
-    if (variable_B) stage_projection<Shape>(p, part, p.B, tile_row, B_tile);
-    if (variable_C) stage_projection<Shape>(p, part, p.C, tile_row, C_tile);
+    Pack<T> u[Shape::kPieces];                                  // of this tile: the next one takes its slots
+    if constexpr (Shape::kFast) {
+#pragma unroll
+      for (int i = 0; i < Shape::kPieces; ++i) u[i] = u_slots[threadIdx.x + i * Shape::kThreads];
+      B_ahead.store(p, tile_row, B_tile);
+      C_ahead.store(p, tile_row, C_tile);
+    } else {
+      if (variable_B) stage_projection<Shape>(p, part, p.B, tile_row, B_tile);
+      if (variable_C) stage_projection<Shape>(p, part, p.C, tile_row, C_tile);
+    }
     __syncthreads();
+    if constexpr (Shape::kFast) {
+      if (p.z.data) fetch_tile<Shape>(p, part, p.z, tile_row, z_slots);
+      if (tile_row + kTile < p.length) fetch_inputs(tile_row + kTile);
+    }
+    float next_delta[kChannels][kStep], next_drive[kChannels][kStep], next_offset[kStep];
+    const auto load_step = [&](int t) {                         // before y of the step before is stored: stores bar loads
+      load_shared<kStep>(offsets + t, next_offset);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        load_shared<kStep>(delta_tile + view.channel[c] * kRowStride + t, next_delta[c]);
+        load_shared<kStep>(drive_tile + view.channel[c] * kRowStride + t, next_drive[c]);
+      }
+    };
+    load_step(0);
 #pragma unroll 2
     for (int t = 0; t < kTile; t += kStep) {
       float delta[kChannels][kStep], drive[kChannels][kStep], y[kChannels][kStep] = {}, offset[kStep];
-      load_shared<kStep>(offsets + t, offset);
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        load_shared<kStep>(delta_tile + view.channel[c] * kRowStride + t, delta[c]);
-        load_shared<kStep>(drive_tile + view.channel[c] * kRowStride + t, drive[c]);
+      for (int k = 0; k < kStep; ++k) {
+        offset[k] = next_offset[k];
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) delta[c][k] = next_delta[c][k], drive[c][k] = next_drive[c][k];
       }
+      if (t + kStep < kTile) load_step(t + kStep);
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
         S B[kStates], C[kStates];
@@ -105,9 +143,10 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
         sum_rows<Shape::kLanes>(y[c], drive_tile + view.channel[c] * kRowStride + t);
       }
     }
+    if constexpr (Shape::kFast) wait_for_fetches();
     __syncthreads();
-    write_outputs<Shape>(p, part, tile_row, drive_tile);
-    __syncthreads();
+    write_outputs<Shape>(p, part, tile_row, drive_tile, u, z_slots);
+    // The next tile needs no barrier here: a thread stages into the places of delta_tile and drive_tile that it just read.
   }
   view.store(p.last_state, part.batch, p, part, h);
 }

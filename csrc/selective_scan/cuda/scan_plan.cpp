@@ -10,10 +10,11 @@ struct Shape {
 // The order is that of dispatch() in scan_common.cuh. Two channels for each lane halve the shared-memory reads of B and
 // C, which bind a scan of one; they need enough channels to fill the GPU.
 constexpr Shape kShapes[] = {
-    {4, 4, 2, 2}, {4, 4, 1, 2}, {4, 1, 1, 2}, {4, 16, 1, 4}, {4, 32, 1, 2}, {8, 32, 1, 1},  // real
+    {4, 4, 2, 2}, {4, 4, 1, 2},                                                             // real, variable B and C
+    {4, 4, 1, 2}, {4, 1, 1, 2}, {4, 16, 1, 4}, {4, 32, 1, 2}, {8, 32, 1, 1},                // real
     {2, 8, 1, 2}, {2, 32, 1, 2}, {4, 32, 1, 1}, {8, 32, 1, 1},                              // complex
 };
-constexpr int kFirstComplex = 6;
+constexpr int kFirstGeneral = 2, kFirstComplex = 7;
 
 Plan plan_for(const Arguments& p, int index) {
   const Shape& shape = kShapes[index];
@@ -41,9 +42,10 @@ Plan make_plan(const Arguments& p) {
   }
   if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C()) {
     const Plan wide = plan_for(p, 0);
-    if (int64_t(wide.parts) * p.batch >= 2 * int64_t(p.multiprocessors)) return wide;
+    return int64_t(wide.parts) * p.batch >= 2 * int64_t(p.multiprocessors) ? wide : plan_for(p, 1);
   }
-  return plan_for(p, p.state <= 4 ? 2 : p.state <= 16 ? 1 : p.state <= 64 ? 3 : p.state <= 128 ? 4 : 5);
+  const int index = p.state <= 4 ? 1 : p.state <= 16 ? 0 : p.state <= 64 ? 2 : p.state <= 128 ? 3 : 4;
+  return plan_for(p, kFirstGeneral + index);
 }
 
 }  // namespace mamba_ssm::cuda
