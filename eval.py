@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from agents import ActorCriticAgent, build_agent
-from checkpoints import CheckpointError, SavedModel, write_atomic
 from env_wrapper import make_vec_env
 from envs.common import EnvironmentOutputError, UnusableEnvironment
 from envs.my_atari import human_normalised_score
@@ -38,7 +37,9 @@ from envs.spaces import action_space_of
 from mamba_ssm.ops.tiers import use_tier
 from sub_models.acting import Actor, build_actor
 from sub_models.world_models import WorldModel, build_world_model
-from tools import EVALUATION_RETURN, bootstrap_interval, episode_table, load_state, read_model, save_mp4
+from tools.checkpoints import CheckpointError, SavedModel, load_state, read_model, write_atomic
+from tools.pictures import save_mp4
+from tools.run import EVALUATION_RETURN, bootstrap_interval, episode_table
 from utils import Config, ConfigError, config_from_dict, isolated_rng, load_config, override_config, resolve_device
 
 logger = logging.getLogger("drama.eval")

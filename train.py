@@ -21,9 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from agents import ActorCriticAgent, build_agent
-from checkpoints import Checkpoint, CheckpointError
-from doctor import doctor
-from env_wrapper import make_vec_env
+from env_wrapper import make_env, make_vec_env
 from envs.collector import Collector
 from envs.common import EnvironmentOutputError, UnusableEnvironment
 from envs.parallel import VectorEnv, WorkerFailed
@@ -34,16 +32,10 @@ from replay_buffer import Batch, ReplayBuffer, ReplayFileError
 from sub_models.acting import build_actor
 from sub_models.cuda_graph import CapturedStep
 from sub_models.world_models import WorldModel, build_world_model
-from tools import (
-    EPISODE_RETURN,
-    Run,
-    RunError,
-    load_state,
-    open_loop_picture,
-    open_run,
-    read_model,
-    reconstruction_picture,
-)
+from tools.checkpoints import Checkpoint, CheckpointError, load_state, read_model
+from tools.doctor import doctor
+from tools.pictures import open_loop_picture, reconstruction_picture
+from tools.run import EPISODE_RETURN, Run, RunError, open_run
 from utils import (
     Config,
     ConfigError,
@@ -246,12 +238,22 @@ def restore(
     return checkpoint.step
 
 
+def check_start(config: Config) -> None:
+    """Find what would stop a new run at once, before its folder is made."""
+    make_env(config.BasicSettings.Env_name, config, config.BasicSettings.Seed).close()
+    resolve_device(config.BasicSettings.Device)
+    if config.BasicSettings.SavePath is not None:
+        read_model(config.BasicSettings.SavePath)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
     try:
         command = load_config(argv, "train.py")
         if command.doctor:
             return doctor(command.config)
+        if command.resume is None:
+            check_start(command.config)
         with use_tier(command.config.BasicSettings.Kernels), open_run(command.config, command.resume) as run:
             train(run)
     except (ConfigError, UnusableEnvironment) as error:

@@ -1,8 +1,8 @@
 """Configuration, seeding and device: what every script needs before anything is built.
 
 A configuration is layered: config_files/configure.yaml, then each `--config FILE` in turn, then `--Section.Key value`
-words. All layers hold text; the schema (config_schema.py) parses it to each key's type, so `4e-5`, `no` or `16,32` mean
-the same wherever they are written. Every fault is a ConfigError with one line.
+words. All layers hold text; the schema (config_files/schema.py) parses it to each key's type, so `4e-5`, `no` or
+`16,32` mean the same wherever they are written. Every fault is a ConfigError with one line.
 """
 
 import difflib
@@ -21,7 +21,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from config_schema import WHOLE_LIMIT, Config, Section, describe, section_of, walk_keys
+from config_files.schema import WHOLE_LIMIT, Config, Section, describe, section_of, walk_keys
 
 DEFAULTS_FILE = Path(__file__).resolve().parent / "config_files" / "configure.yaml"
 RUN_CONFIG_NAME = "config.yaml"                                         # the resolved configuration in a run's folder

@@ -19,7 +19,7 @@ from sub_models.world_models import WorldModel
 
 if TYPE_CHECKING:
     from agents import ActorCriticAgent
-    from config_schema import Config
+    from config_files.schema import Config
 
 
 class ActingState:

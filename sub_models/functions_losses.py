@@ -85,7 +85,8 @@ def uniform_mix_logits(logits: Tensor, ratio: float) -> Tensor:
 def sample_index(log_probs: Tensor) -> Tensor:
     """A class drawn from each categorical, without a host sync.   normalised log-probabilities (..., C) -> (...) int64.
 
-    One uniform number for each categorical is looked up in its cumulative distribution: a Gumbel variate for every class
+    One uniform number for each categorical is looked up in its cumulative distribution: a Gumbel variate for every
+        class
     costs C times as many random numbers, a fifth of the time of imagination on a CPU.
     """
     num_classes = log_probs.shape[-1]

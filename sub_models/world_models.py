@@ -37,8 +37,8 @@ from sub_models.transformer_model import StochasticTransformer
 if TYPE_CHECKING:
     import gymnasium
 
-    from config_schema import Config
-    from config_schema import Encoder as EncoderSection
+    from config_files.schema import Config
+    from config_files.schema import Encoder as EncoderSection
     from replay_buffer import Batch
 
 ACTIVATIONS = {"SiLU": nn.SiLU, "ReLU": nn.ReLU, "GELU": nn.GELU, "ELU": nn.ELU}

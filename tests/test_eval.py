@@ -14,7 +14,7 @@ from agents import build_agent
 from eval import Episode, Evaluation, build_from, episode_quotas, evaluate, load, main
 from sub_models.world_models import build_world_model
 from tests.test_train import run_training
-from tools import read_model
+from tools.checkpoints import read_model
 from utils import config_from_dict, override_config
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools import EPISODE_RETURN, open_run, read_metrics
+from tools.run import EPISODE_RETURN, open_run, read_metrics
 from train import train
 from utils import load_config
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import read_checkpoint
 from sub_models.cuda_graph import CapturedStep
-from tools import open_run
+from tools.checkpoints import read_checkpoint
+from tools.run import open_run
 from train import Schedule, build, main, make_env_vector, train
 from utils import load_config, resolve_device, seed_everything
 
@@ -234,6 +234,7 @@ def test_bad_input_is_one_line_and_an_exit_code(tmp_path, capsys, extra, code, t
     assert main(given) == code
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and text in error
+    assert not list(tmp_path.iterdir())  # nothing is left behind by a run that never began
 
 
 def test_a_checkpoint_of_another_architecture_names_the_keys(tmp_path, capsys):

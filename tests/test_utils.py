@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config_schema import Config, walk_keys
+from config_files.schema import Config, walk_keys
 from utils import (
     DEFAULTS_FILE,
     CommandLine,

@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from config_schema import Config
+from config_files.schema import Config
 from env_wrapper import make_env
 from envs.grey import GreyObservation
 from envs.toy import Catch

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pictures import open_loop_picture, reconstruction_picture, save_mp4, save_png, tile
+from tools.pictures import open_loop_picture, reconstruction_picture, save_mp4, save_png, tile
 
 MARK = np.array([255, 140, 0])
 

@@ -14,7 +14,7 @@ import imageio.v2 as imageio
 import numpy as np
 from imageio_ffmpeg import count_frames_and_secs
 
-from checkpoints import write_atomic
+from tools.checkpoints import write_atomic
 
 _GREY, _INK, _MARK = (40, 40, 40), (230, 230, 230), (255, 140, 0)  # RGB
 _CAPTION = 16  # pixels of a line of text

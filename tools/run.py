@@ -37,47 +37,19 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoints import (
+from tools.checkpoints import (
     CHECKPOINT_FORMAT,
     Checkpoint,
-    CheckpointError,
     CheckpointFolder,
-    SavedModel,
     error_reason,
     folder_listing,
-    load_state,
     read_checkpoint,
     read_json,
-    read_model,
-    resolve_checkpoint,
     serialise,
     write_atomic,
 )
-from pictures import open_loop_picture, reconstruction_picture, save_mp4, save_png, tile
+from tools.pictures import save_mp4, save_png
 from utils import RUN_CONFIG_NAME, config_from_file, config_to_dict, config_to_yaml
-
-__all__ = [
-    "EPISODE_RETURN",
-    "EVALUATION_RETURN",
-    "Checkpoint",
-    "CheckpointError",
-    "Run",
-    "RunError",
-    "SavedModel",
-    "bootstrap_interval",
-    "episode_table",
-    "learning_curve",
-    "load_state",
-    "open_loop_picture",
-    "open_run",
-    "read_metrics",
-    "read_model",
-    "reconstruction_picture",
-    "resolve_checkpoint",
-    "save_mp4",
-    "save_png",
-    "tile",
-]
 
 logger = logging.getLogger("drama.tools")
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
-import checkpoints
-from checkpoints import (
+import tools.checkpoints as checkpoints
+from tools.checkpoints import (
     CheckpointError,
     CheckpointFolder,
     from_plain,

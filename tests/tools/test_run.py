@@ -24,10 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import tools
+import tools.run as tools
 from replay_buffer import ReplayBuffer
-from tools import (
-    CheckpointError,
+from tools.checkpoints import CheckpointError, load_state, read_model
+from tools.run import (
     MetricSums,
     RunError,
     bootstrap_interval,
@@ -36,7 +36,6 @@ from tools import (
     learning_curve,
     open_run,
     read_metrics,
-    read_model,
 )
 from utils import load_config
 
@@ -794,4 +793,4 @@ def test_another_architecture_is_refused_at_the_run_too(run):
     """What load_state is for: the checkpoint of another network."""
     run.save_checkpoint(1, model={**MODEL, "agent": nn.Linear(2, 3).state_dict()}, train={})
     with pytest.raises(CheckpointError, match="1 of another shape: weight"):
-        tools.load_state(nn.Linear(4, 3), read_model(run.folder).agent, "agent")
+        load_state(nn.Linear(4, 3), read_model(run.folder).agent, "agent")

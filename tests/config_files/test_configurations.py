@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agents import build_agent
-from config_schema import Config
+from config_files.schema import Config
 from replay_buffer import Batch
 from sub_models.world_models import build_world_model
 from utils import DEFAULTS_FILE, ConfigError, isolated_rng, load_config, override_config

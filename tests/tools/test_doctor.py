@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
-import doctor as doctor_module
-from config_schema import Config
-from doctor import Finding, doctor, needs_of
+import tools.doctor as doctor_module
+from config_files.schema import Config
 from mamba_ssm.ops import tiers
+from tools.doctor import Finding, doctor, needs_of
 from utils import DEFAULTS_FILE, load_config
 
 QUICKSTART = str(DEFAULTS_FILE.parent / "quickstart.yaml")

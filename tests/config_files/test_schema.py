@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from config_schema import Config, describe, is_continuous, walk_keys
+from config_files.schema import Config, describe, is_continuous, walk_keys
 from utils import ConfigError, default_values, key_comments, load_config, override_config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = dict(walk_keys())
-READERS = ("train.py", "eval.py", "agents.py", "env_wrapper.py", "tools.py", "envs/*.py", "sub_models/*.py")
+READERS = ("train.py", "eval.py", "agents.py", "env_wrapper.py", "tools/*.py", "envs/*.py", "sub_models/*.py")
 
 
 @pytest.fixture(scope="module")

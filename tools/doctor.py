@@ -19,12 +19,12 @@ from typing import Any, TextIO
 import torch
 
 from agents import build_agent
-from checkpoints import CheckpointError, read_model
 from env_wrapper import environment_report, make_env
 from envs.common import UnusableEnvironment
 from mamba_ssm.ops import tiers
 from replay_buffer import row_nbytes
 from sub_models.world_models import build_sequence_model, build_world_model
+from tools.checkpoints import CheckpointError, read_model
 from utils import Config, ConfigError, isolated_rng, resolve_device
 
 SELF_TEST_TOLERANCE = 1e-3                       # relative, fp32; a wrong kernel is off by far more, tf32 by less
