@@ -2,7 +2,7 @@
 
     python benchmarks/bench_selective_scan.py                   # on the GPU if there is one, else on the CPU
     python benchmarks/bench_selective_scan.py --device cpu --threads 2
-    python benchmarks/bench_selective_scan.py --profile         # also the time of each kernel at the first shape
+    python benchmarks/bench_selective_scan.py --profile         # also the time of each kernel, spread in two ways
 
 Figures are medians of at least 20 repeats after warm-up, with the 10th and 90th percentile, of the forward pass and of
 forward + backward with D, z, delta_bias and softplus. On a GPU: launched from Python one call at a time, and ten calls
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -218,17 +220,33 @@ def print_shape(result: dict) -> None:
               f"published {figures['published_ms']} ms", flush=True)  # fmt: skip
 
 
-def profile_kernels() -> None:
-    """Device time of each kernel of forward + backward at the first shape."""
-    *shape, dtype, _, _ = GPU_SHAPES[0]
+def kernel_times(shape: tuple, dtype: torch.dtype, repeats: int = 10) -> dict[str, float]:
+    """Device microseconds of each kernel of forward + backward."""
     inputs = selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda")
     call = passes(inputs)["forward_backward"]
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(20):
+        for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-    print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=70))
+    found = {}
+    for event in profiler.key_averages():
+        if match := re.search(r"(\w+)_kernel<", event.key):
+            found[match[1]] = round(event.device_time_total / repeats, 1)
+    return found
+
+
+def compare_spreads(repeats: int) -> None:
+    """Both ways to spread 16 states and less over threads, at each shape: print-out for tuning scan_plan.cpp."""
+    for *shape, dtype, _, _ in GPU_SHAPES:
+        for channels in ("1", "2"):
+            os.environ["MAMBA_SCAN_CHANNELS"] = channels
+            inputs = selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda")
+            times = {}
+            for name, call in passes(inputs).items():
+                times[name] = device_time(in_graph(call), repeats, CALLS_IN_GRAPH)["median_ms"]
+            print(f"{shape} {dtype} {channels} channels a lane: {times} {kernel_times(shape, dtype)} us", flush=True)
+    del os.environ["MAMBA_SCAN_CHANNELS"]
 
 
 def main() -> None:
@@ -236,7 +254,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--profile", action="store_true", help="print the time of each kernel (GPU)")
+    parser.add_argument("--profile", action="store_true", help="print each kernel's time, spread in two ways (GPU)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if (report := explain("selective_scan", options.device)).missing:
@@ -251,7 +269,7 @@ def main() -> None:
     print(json.dumps(result if options.device == "cpu" else result["memory"], indent=1))
     print(f"written: {target}")
     if options.profile and options.device == "cuda":
-        profile_kernels()
+        compare_spreads(options.repeats // 2)
 
 
 if __name__ == "__main__":

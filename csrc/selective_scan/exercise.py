@@ -32,6 +32,7 @@ def grid(device: str) -> list[dict]:
         for a, b, c in itertools.product((False, True), repeat=3)
     ]
     cases += [{"state": 16, "channels": 70, "length": length, "groups": 2} for length in (1, 32, 40, 65)]
+    cases += [{"state": 5, "channels": 70, "length": 72, "batch": 3}]
     cases += [{"state": 16, "channels": 1024, "batch": 17, "length": 40, "optional": ("z",)}]   # two channels a lane
     cases += [{"state": 16, "dtype": dtype, "length": 72} for dtype in (torch.bfloat16, torch.float16)]
     cases += [{"state": 3, "dtype": torch.float64}] if device == "cpu" else []

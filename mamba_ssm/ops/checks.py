@@ -11,7 +11,7 @@ def check_shape(operator: str, name: str, tensor: Tensor | None, letters: str, *
     """Raise ValueError unless `tensor` is None or has one of `shapes` (None in a shape: any size).
 
     `letters` says the expectation in letters, such as "(B, D, L)"."""
-    if tensor is None:
+    if tensor is None or tensor.shape in shapes:                     # the second is quick, and ends most calls
         return
     if any(_fits(tensor.shape, shape) for shape in shapes):
         return

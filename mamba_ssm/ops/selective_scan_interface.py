@@ -15,7 +15,7 @@ from mamba_ssm.ops._native import selective_scan as native_selective_scan
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, sequence_starts, without_autocast
-from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.tiers import implementation, reference_instead, register, register_operator
 
 Tensor = torch.Tensor
 
@@ -121,8 +121,13 @@ register("selective_scan", "reference", _selective_scan_reference)
 
 def _selective_scan_on_gpu(u, delta, A, *others):
     """The CUDA kernels, or the reference for what they don't take: float64, and states too wide for their registers."""
-    wide = accumulate_dtype(u, delta, A, *(x for x in others if isinstance(x, Tensor))) == torch.float64
-    run = _selective_scan_reference if wide or A.shape[1] > MAX_CUDA_STATE else native_selective_scan
+    run, reason = native_selective_scan, None
+    if accumulate_dtype(u, delta, A, *(x for x in others if isinstance(x, Tensor))) == torch.float64:
+        reason = "the CUDA kernels take no float64"
+    elif A.shape[1] > MAX_CUDA_STATE:
+        reason = f"the CUDA kernels take states up to N = {MAX_CUDA_STATE}"
+    if reason is not None:
+        run = reference_instead("selective_scan", u.device, reason)
     return run(u, delta, A, *others)
 
 

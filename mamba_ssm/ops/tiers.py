@@ -31,7 +31,7 @@ class _Operator:
     tiers_by_device: dict[str, tuple[str, ...]]                             # device type -> faster tiers, fastest first
     functions: dict[str, Callable] = field(default_factory=dict)            # tier -> implementation
     reasons: dict[str, str] = field(default_factory=dict)                   # tier -> why it can't be had
-    told: set[tuple[str, str]] = field(default_factory=set)                 # (device type, tier) already logged
+    told: set[tuple[str, str]] = field(default_factory=set)                 # (device type, text) already logged
 
     def why_not(self, tier: str) -> str | None:
         """Why `tier` can't run, or None if it can."""
@@ -121,14 +121,26 @@ def implementation(operator: str, device: torch.device) -> Callable:
     return _operators[operator].functions[_choose(operator, device.type)]
 
 
+def reference_instead(operator: str, device: torch.device, reason: str) -> Callable:
+    """The reference of `operator`, for arguments its tier on `device` does not take; each reason is logged once."""
+    _tell_once(operator, device.type, f"{operator} on {device.type} runs on the reference tier ({reason})")
+    return _operators[operator].functions["reference"]
+
+
 @torch.compiler.assume_constant_result
 def _choose(operator: str, device_type: str) -> str:
     report = explain(operator, device_type)
-    told = _operators[operator].told
-    if report.missing and (device_type, report.tier) not in told:
-        told.add((device_type, report.tier))
-        _log.warning("slower tier: %s", report)
+    if report.missing:
+        _tell_once(operator, device_type, str(report))
     return report.tier
+
+
+@torch.compiler.assume_constant_result
+def _tell_once(operator: str, device_type: str, what: str) -> None:
+    told = _operators[operator].told
+    if (device_type, what) not in told:
+        told.add((device_type, what))
+        _log.warning("slower tier: %s", what)
 
 
 def _allowed_tiers(

@@ -80,9 +80,9 @@ struct GradientInputs {
     for (int i = 0; i < Shape::kPieces; ++i) {
       const Piece<Shape> piece(part, i, tile_row, p.length);
       const int row = tile_row + piece.row, count = piece.inside() ? piece.count : 0;
-      u[i] = load_pack(at<T>(p.u, part, piece.channel, row), count, p.aligned);
-      dout[i] = load_pack(at<T>(p.dout, part, piece.channel, row), count, p.aligned);
-      if (p.z.data) z[i] = load_pack(at<T>(p.z, part, piece.channel, row), count, p.aligned);
+      u[i] = load_pack<Shape::kFast>(at<T>(p.u, part, piece.channel, row), count, p.aligned);
+      dout[i] = load_pack<Shape::kFast>(at<T>(p.dout, part, piece.channel, row), count, p.aligned);
+      if (p.z.data) z[i] = load_pack<Shape::kFast>(at<T>(p.z, part, piece.channel, row), count, p.aligned);
     }
   }
 };
@@ -113,7 +113,7 @@ __device__ inline void write_gradients(const Arguments& p, const Part& part, int
         x[k] = dy[k] * fmaf(skip, u[k], y[k]) * gate * fmaf(z[k], 1.0f - gate, 1.0f);
         dy[k] *= z[k] * gate;
       }
-      store_vector<T>(at<T>(p.dz, part, piece.channel, row), piece.count, p.aligned, x);
+      store_vector<Shape::kFast>(at<T>(p.dz, part, piece.channel, row), piece.count, p.aligned, x);
     }
     load_shared<K>(tiles.delta + place, delta);
     load_shared<K>(tiles.drive + place, ddrive);
@@ -123,15 +123,15 @@ __device__ inline void write_gradients(const Arguments& p, const Part& part, int
       float ddelta = fmaf(u[k], ddrive[k], x[k]);
       // The slope of softplus from its value: 1 - exp(-softplus); its identity part has slope 1.
       if (p.delta_softplus) ddelta *= delta[k] > 20.0f ? 1.0f : -expm1f(-delta[k]);
-      if (k < piece.count) {
+      if (Shape::kFast || k < piece.count) {
         dD[i] = fmaf(dy[k], u[k], dD[i]);
         dbias[i] += ddelta;
       }
       x[k] = ddelta;
       u[k] = fmaf(skip, dy[k], delta[k] * ddrive[k]);
     }
-    store_vector<T>(at<T>(p.ddelta, part, piece.channel, row), piece.count, p.aligned, x);
-    store_vector<T>(at<T>(p.du, part, piece.channel, row), piece.count, p.aligned, u);
+    store_vector<Shape::kFast>(at<T>(p.ddelta, part, piece.channel, row), piece.count, p.aligned, x);
+    store_vector<Shape::kFast>(at<T>(p.du, part, piece.channel, row), piece.count, p.aligned, u);
   }
 }
 

@@ -95,28 +95,29 @@ __device__ inline void load_vector(const T* from, int count, bool aligned, float
     for (int i = 0; i < kVector<T>; ++i) x[i] = i < count ? widen(from[i]) : 0.0f;
   }
 }
-template <typename T>
+// kWhole: vectors are aligned, and count is 0 or a whole vector.
+template <bool kWhole, typename T>
 __device__ inline void store_vector(T* to, int count, bool aligned, const float (&x)[kVector<T>]) {
-  if (aligned && count >= kVector<T>) {
+  if (kWhole ? count > 0 : aligned && count >= kVector<T>) {
     Pack<T> pack;
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) narrow(x[i], pack.values[i]);
     *reinterpret_cast<Pack<T>*>(to) = pack;
-  } else {
+  } else if constexpr (!kWhole) {
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) {
       if (i < count) narrow(x[i], to[i]);
     }
   }
 }
-template <typename T>
+template <bool kWhole, typename T>
 __device__ inline Pack<T> load_pack(const T* from, int count, bool aligned) {
-  if (aligned && count >= kVector<T>) return *reinterpret_cast<const Pack<T>*>(from);
+  if (kWhole ? count > 0 : aligned && count >= kVector<T>) return *reinterpret_cast<const Pack<T>*>(from);
   Pack<T> pack;
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) {
-    if (i < count) pack.values[i] = from[i];
-    else narrow(0.0f, pack.values[i]);
+    narrow(0.0f, pack.values[i]);
+    if (!kWhole && i < count) pack.values[i] = from[i];
   }
   return pack;
 }
@@ -125,14 +126,14 @@ __device__ inline void unpack(const Pack<T>& pack, float (&x)[kVector<T>]) {
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) x[i] = widen(pack.values[i]);
 }
-// load_pack into shared memory, where this thread finds it after wait_for_fetches().
+// A whole vector into shared memory, where this thread finds it after wait_for_fetches(); zeros if it is not wanted.
 template <typename T>
-__device__ inline void fetch_pack(const T* from, int count, bool aligned, Pack<T>* to) {
-  if (aligned && count >= kVector<T>) {
+__device__ inline void fetch_pack(const T* from, bool wanted, Pack<T>* to) {
+  if (wanted) {
     const auto place = static_cast<unsigned>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
   } else {
-    *to = load_pack(from, count, aligned);
+    *to = load_pack<true>(from, 0, true);
   }
 }
 __device__ inline void wait_for_fetches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -215,9 +216,10 @@ __device__ inline void sum_scatter(float (&x)[kSize], int& first, bool& writes) 
 
 // ---- what a block works on ----
 
-// T: storage, S: state, kStates x kLanes states of kChannels channels for each lane. kFast: B and C are both variable, and
-// a tile's inputs are fetched while the tile before is scanned: with few warps on a multiprocessor nothing else hides the
-// latency of device memory. What a thread fetches it alone reads, so no barrier guards these slots.
+// T: storage, S: state, kStates x kLanes states of kChannels channels for each lane. kFast: B and C are both variable,
+// rows are whole aligned vectors, and a tile's inputs are fetched while the tile before is scanned: with few warps on a
+// multiprocessor nothing else hides the latency of device memory. What a thread fetches it alone reads, so no barrier
+// guards these slots.
 template <typename T_, typename S_, int kStates_, int kLanes_, int kChannels_, int kWarps_, bool kFast_>
 struct Shape {
   using T = T_;
@@ -285,7 +287,7 @@ __device__ inline void fetch_tile(const Arguments& p, const Part& part, const Ac
     const Piece<Shape> piece(part, i, tile_row, p.length);
     if (!piece.inside()) continue;
     const auto* source = at<typename Shape::T>(from, part, piece.channel, tile_row + piece.row);
-    fetch_pack(source, piece.count, p.aligned, slots + threadIdx.x + i * Shape::kThreads);
+    fetch_pack(source, piece.count > 0, slots + threadIdx.x + i * Shape::kThreads);
   }
 }
 // Vector i of this thread: from its slot where it was fetched ahead, else from device memory.
@@ -315,7 +317,7 @@ __device__ inline void stage_inputs(const Arguments& p, const Part& part, int ti
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) {
         const float raw = delta[k] + bias, step = p.delta_softplus ? softplus(raw) : raw;
-        delta[k] = k < piece.count ? step : 0.0f;
+        delta[k] = Shape::kFast || k < piece.count ? step : 0.0f;
         u[k] *= delta[k];
       }
     }
@@ -350,7 +352,7 @@ struct ProjectionPiece {
   __device__ Pack<T> load(const Arguments& p, const Part& part, const Projection& from, int tile_row) const {
     const int group = part.first / (p.channels / from.groups);
     const T* base = static_cast<const T*>(from.data) + part.batch * from.batch_stride + group * from.group_stride;
-    return load_pack(base + n * from.state_stride + int64_t(tile_row) * reals + first, count, p.aligned);
+    return load_pack<Shape::kFast>(base + n * from.state_stride + int64_t(tile_row) * reals + first, count, p.aligned);
   }
   // Into [row][state].
   __device__ void store(const Pack<T>& pack, float* tile) const {

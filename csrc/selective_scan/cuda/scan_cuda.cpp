@@ -147,7 +147,9 @@ BackwardResult backward(const at::Tensor& dout, const OptionalTensor& dlast_stat
   auto prepared = prepare(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state);
   auto& p = prepared.arguments;
   const auto& plan = prepared.plan;
-  const auto dout_rows = rows_contiguous(dout), dlast = contiguous(dlast_state), kept = states.contiguous();
+  auto dout_rows = rows_contiguous(dout);
+  if (p.aligned && !is_aligned(dout_rows)) dout_rows = dout_rows.clone(at::MemoryFormat::Contiguous);  // the plan needs it
+  const auto dlast = contiguous(dlast_state), kept = states.contiguous();
   const auto real = A.options().dtype(at::kFloat);
   const auto du = at::empty(u.sizes(), u.options()), ddelta = at::empty(u.sizes(), u.options());
   const auto dz = at::empty(z.has_value() ? u.sizes() : at::IntArrayRef({0}), u.options());
@@ -157,27 +159,34 @@ BackwardResult backward(const at::Tensor& dout, const OptionalTensor& dlast_stat
   const std::vector<int64_t> per_state{p.batch, p.channels, p.state};
   const auto dinitial = at::empty(initial_state.has_value() ? at::IntArrayRef(per_state) : at::IntArrayRef({0}), A.options());
 
-  const auto state_sum = [&](bool wanted) { return wanted ? at::empty(per_state, A.options()) : at::Tensor(); };
-  const auto channel_sum = [&](bool wanted) { return wanted ? at::empty({p.batch, p.channels}, real) : at::Tensor(); };
-  const auto partial_A = state_sum(true), partial_B = state_sum(!p.variable_B()), partial_C = state_sum(!p.variable_C());
-  const auto partial_D = channel_sum(D.has_value()), partial_bias = channel_sum(delta_bias.has_value());
-  const int64_t state_row = plan.padded_state * (p.complex_state ? 2 : 1);
-  const bool variable = p.variable_B() || p.variable_C();
-  const auto partial_BC = at::empty({variable ? int64_t(p.batch) * plan.parts * p.length * 2 * state_row : 0}, real);
+  // One allocation for all that blocks leave behind for the sums over them.
+  const int64_t reals = p.complex_state ? 2 : 1, state_floats = int64_t(p.batch) * p.channels * p.state * reals;
+  const int64_t row_floats = 2 * plan.padded_state * reals, channel_floats = int64_t(p.batch) * p.channels;
+  int64_t used = 0;
+  const auto reserve = [&](bool wanted, int64_t floats) {
+    const int64_t start = used;
+    used += wanted ? (floats + 3) / 4 * 4 : 0;
+    return wanted ? start : -1;
+  };
+  const auto place_A = reserve(true, state_floats);
+  const auto place_B = reserve(!p.variable_B(), state_floats), place_C = reserve(!p.variable_C(), state_floats);
+  const auto place_D = reserve(D.has_value(), channel_floats), place_bias = reserve(delta_bias.has_value(), channel_floats);
+  const auto place_BC = reserve(p.variable_B() || p.variable_C(), int64_t(p.batch) * plan.parts * p.length * row_floats);
+  const auto workspace = at::empty({used}, real);
+  const auto at_place = [&](int64_t place) { return place < 0 ? nullptr : floats_of(workspace) + place; };
 
-  p.aligned = p.aligned && is_aligned(dout_rows);
   p.dout = activation(dout_rows);
   p.dlast_state = data_of(dlast);
   p.states = const_cast<void*>(kept.const_data_ptr());
   p.du = mutable_activation(du);
   p.ddelta = mutable_activation(ddelta);
   if (z.has_value()) p.dz = mutable_activation(dz);
-  p.partial_A = mutable_data_of(partial_A);
-  p.partial_B = mutable_data_of(partial_B);
-  p.partial_C = mutable_data_of(partial_C);
-  p.partial_D = floats_of(partial_D);
-  p.partial_bias = floats_of(partial_bias);
-  p.partial_BC = floats_of(partial_BC);
+  p.partial_A = at_place(place_A);
+  p.partial_B = at_place(place_B);
+  p.partial_C = at_place(place_C);
+  p.partial_D = at_place(place_D);
+  p.partial_bias = at_place(place_bias);
+  p.partial_BC = at_place(place_BC);
   p.dA = mutable_data_of(dA);
   p.dB = mutable_data_of(dB);
   p.dC = mutable_data_of(dC);

@@ -82,7 +82,8 @@ struct Arguments {
   constexpr bool variable_C() const { return C.groups > 0; }
 };
 
-// Needs batch, channels, state, segment_channels, complex_state, B.groups, C.groups and multiprocessors; N <= kMaxState.
+// Needs batch, channels, state, segment_channels, complex_state, aligned, B.groups, C.groups and multiprocessors;
+// N <= kMaxState.
 Plan make_plan(const Arguments& arguments);
 
 enum class Element { kFloat32, kFloat16, kBFloat16 };

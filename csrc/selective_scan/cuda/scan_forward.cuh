@@ -39,7 +39,7 @@ __device__ inline void write_outputs(const Arguments& p, const Part& part, int t
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) y[k] *= x[k] * sigmoid(x[k]);
     }
-    store_vector<T>(at<T>(p.out, part, piece.channel, row), piece.count, p.aligned, y);
+    store_vector<Shape::kFast>(at<T>(p.out, part, piece.channel, row), piece.count, p.aligned, y);
   }
 }
 

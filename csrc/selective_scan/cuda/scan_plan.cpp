@@ -1,6 +1,8 @@
 // Which instantiation of the kernels runs a scan, and how many blocks it takes.
 #include "scan_cuda.h"
 
+#include <cstdlib>
+
 namespace mamba_ssm::cuda {
 namespace {
 
@@ -10,7 +12,7 @@ struct Shape {
 // The order is that of dispatch() in scan_common.cuh. Two channels for each lane halve the shared-memory reads of B and
 // C, which bind a scan of one; they need enough channels to fill the GPU.
 constexpr Shape kShapes[] = {
-    {4, 4, 2, 2}, {4, 4, 1, 2},                                                             // real, variable B and C
+    {4, 4, 2, 2}, {4, 4, 1, 2},                                                             // real, kFast
     {4, 4, 1, 2}, {4, 1, 1, 2}, {4, 16, 1, 4}, {4, 32, 1, 2}, {8, 32, 1, 1},                // real
     {2, 8, 1, 2}, {2, 32, 1, 2}, {4, 32, 1, 1}, {8, 32, 1, 1},                              // complex
 };
@@ -40,9 +42,11 @@ Plan make_plan(const Arguments& p) {
     const int index = p.state <= 16 ? 0 : p.state <= 64 ? 1 : p.state <= 128 ? 2 : 3;
     return plan_for(p, kFirstComplex + index);
   }
-  if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C()) {
+  if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C() && p.aligned) {
     const Plan wide = plan_for(p, 0);
-    return int64_t(wide.parts) * p.batch >= 2 * int64_t(p.multiprocessors) ? wide : plan_for(p, 1);
+    bool enough = int64_t(wide.parts) * p.batch >= 2 * int64_t(p.multiprocessors);
+    if (const char* channels = std::getenv("MAMBA_SCAN_CHANNELS")) enough = channels[0] == '2';  // for benchmarks
+    return enough ? wide : plan_for(p, 1);
   }
   const int index = p.state <= 4 ? 1 : p.state <= 16 ? 0 : p.state <= 64 ? 2 : p.state <= 128 ? 3 : 4;
   return plan_for(p, kFirstGeneral + index);

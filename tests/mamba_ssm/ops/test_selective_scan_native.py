@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mamba_ssm.ops import _native
+from mamba_ssm.ops import _native, selective_scan_interface
 from mamba_ssm.ops.selective_scan_interface import (
     mamba_inner_fn,
     mamba_inner_ref,
@@ -460,6 +460,33 @@ def test_drama_shape(cuda, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("channels_of_a_lane", ["1", "2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("state", "length", "groups"), [(5, 8, None), (8, 40, 2), (16, 72, 2), (16, 256, None)])
+def test_rows_of_whole_vectors(cuda, monkeypatch, channels_of_a_lane, dtype, state, length, groups):
+    """Rows of a multiple of 16 bytes have kernels of their own, which fetch a tile ahead."""
+    monkeypatch.setenv("MAMBA_SCAN_CHANNELS", channels_of_a_lane)
+    inputs = selective_scan_inputs(3, 70, length, state, groups, optional=OPTIONAL, dtype=dtype, device=cuda)
+    check(inputs, dtype, **SCAN)
+
+
+@pytest.mark.gpu
+def test_rows_that_start_between_vectors(cuda):
+    inputs = selective_scan_inputs(2, 20, 65, 16, optional=OPTIONAL, device=cuda)
+    cut = {name: inputs[name].detach()[..., 1:].requires_grad_() for name in ("u", "delta", "z", "B", "C")}
+    inputs |= cut | {"seq_idx": inputs["seq_idx"][:, 1:]}
+    check(inputs, torch.float32, **SCAN)
+    whole = selective_scan_inputs(2, 20, 64, 16, optional=OPTIONAL, device=cuda)
+    needing = [value for name, value in whole.items() if name != "seq_idx"]
+    cotangent = torch.randn(2, 20, 65, device=cuda)[..., 1:]
+    have, want = (
+        torch.autograd.grad(selective_scan_fn(**whole, delta_softplus=True), needing, dout)
+        for dout in (cotangent, cotangent.contiguous())
+    )
+    assert all(map(torch.equal, have, want))
+
+
+@pytest.mark.gpu
 def test_captured_in_a_graph_equals_launched(cuda):
     inputs = selective_scan_inputs(4, 64, 128, 16, device=cuda)
     needing = list(inputs.values())
@@ -491,6 +518,16 @@ def test_deterministic_algorithms_are_allowed(cuda):
         outputs_and_gradients(selective_scan_fn, inputs, **SCAN)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_what_a_gpu_leaves_to_the_reference_is_said(caplog):
+    wide = selective_scan_inputs(1, 2, 3, 4, optional=(), dtype=torch.float64)
+    large = selective_scan_inputs(1, 2, 3, _native.MAX_CUDA_STATE + 1, optional=())
+    for inputs, reason in ((wide, "take no float64"), (large, "states up to N = 256")):
+        arguments = (*inputs.values(), None, None, None, True, False, None, None)
+        out = selective_scan_interface._selective_scan_on_gpu(*arguments)
+        assert torch.equal(out, selective_scan_ref(**inputs, delta_softplus=True))
+        assert reason in caplog.text
 
 
 @pytest.mark.gpu
