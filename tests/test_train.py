@@ -1,6 +1,7 @@
 """The whole loop: every combination runs, resumes bit for bit, and does what its schedule says."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,15 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path, options):
     resumed = [sys.executable, "train.py", "--resume", str(half), "--JointTrainAgent.SampleMaxSteps", "80"]
     subprocess.run(resumed, cwd=ROOT, check=True, capture_output=True, timeout=250, env=None)
     assert_same_run(whole, half)
+
+
+def test_every_logged_name_is_explained(tmp_path):
+    """docs/metrics.md lists what a run logs, no more and no less."""
+    options = ("--Models.Agent.Policy", "PPO", "--Evaluate.DuringTraining", "true", "--Evaluate.EverySteps", 40)
+    folder = run_training(tmp_path, *options)
+    logged = {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    documented = set(re.findall(r"`([a-z_]+/[a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert documented == logged - {"step"}
 
 
 def test_same_seed_same_run_and_another_seed_another(tmp_path):
