@@ -53,7 +53,21 @@ def timed(function: Callable[[], object], device: torch.device, steps: int) -> d
     return {"median_ms": statistics.median(samples), "min_ms": min(samples), "max_ms": max(samples)}
 
 
-def measure(config: Config, steps: int) -> dict[str, dict[str, float] | float]:
+def profiled(function: Callable[[], object], top: int = 12) -> dict[str, object]:
+    """Kernels of one call: how many, how long the GPU was busy (ms), and the longest by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    return {
+        "kernels": sum(event.count for event in kernels),
+        "busy_ms": sum(event.self_device_time_total for event in kernels) / 1e3,
+        "longest": [[event.key[:100], event.count, event.self_device_time_total / 1e3] for event in kernels[:top]],
+    }
+
+
+def measure(config: Config, steps: int, profile: bool) -> dict[str, dict[str, float] | float]:
     """Times of every part of a step under one configuration."""
     device = resolve_device(config.BasicSettings.Device)
     seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
@@ -83,6 +97,9 @@ def measure(config: Config, steps: int) -> dict[str, dict[str, float] | float]:
         "acting": lambda: actor.act(obs, state),
     }
     result = {name: timed(function, device, steps) for name, function in parts.items()}
+    if device.type == "cuda" and profile:
+        for name, function in parts.items():
+            result[name] |= profiled(function)
 
     def environment() -> None:
         collector.send(explore=True)
@@ -101,6 +118,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--modes", default=None, help="comma-separated, default: all on a GPU, eager on a CPU")
     parser.add_argument("--variants", default=None, help="comma-separated Backbone-Policy, default: four")
+    parser.add_argument("--profile", action="store_true", help="count kernels and their time on a GPU, too")
     parser.add_argument("--out", default=None, help="JSON file, default: benchmarks/results/train_step_<device>.json")
     options, words = parser.parse_known_args()
     base = load_config(words, "train.py").config
@@ -117,7 +135,7 @@ def main() -> None:
             given = {"Models.WorldModel.Backbone": backbone, "Models.Agent.Policy": policy, **MODES[mode]}
             config = override_config(base, given)
             with use_tier(config.BasicSettings.Kernels):
-                result = measure(config, options.steps)
+                result = measure(config, options.steps, options.profile)
             report["results"].append({"backbone": backbone, "policy": policy, "mode": mode, **result})
             columns = [result[column]["median_ms"] for column in header] + [result["sum_ms"]]
             print(
