@@ -90,7 +90,8 @@ struct GradientInputs {
 // du, ddelta and dz of a tile, and this thread's share of dD and ddelta_bias.
 template <typename Shape>
 __device__ inline void write_gradients(const Arguments& p, const Part& part, int tile_row, const BackwardTiles& tiles,
-                                       const GradientInputs<Shape>& inputs, float (&dD)[Shape::kPieces],
+                                       const GradientInputs<Shape>& inputs, const ChannelValues<Shape>& skips,
+                                       float (&dD)[Shape::kPieces],
                                        float (&dbias)[Shape::kPieces]) {
   using T = typename Shape::T;
   constexpr int K = kVector<T>;
@@ -99,7 +100,7 @@ __device__ inline void write_gradients(const Arguments& p, const Part& part, int
     const Piece<Shape> piece(part, i, tile_row, p.length);
     if (!piece.inside() || piece.count == 0) continue;
     const int row = tile_row + piece.row, place = piece.channel * kRowStride + piece.row;
-    const float skip = p.D ? p.D[part.first + piece.channel] : 0.0f;
+    const float skip = skips.of[i];
     float u[K], dy[K], x[K], delta[K], ddrive[K];
     unpack(inputs.u[i], u);
     unpack(inputs.dout[i], dy);
@@ -212,6 +213,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
   view.load(p.dlast_state, part.batch, p, part, dh);
   float dD[Shape::kPieces] = {}, dbias[Shape::kPieces] = {};
 
+  const ChannelValues<Shape> bias(p.delta_bias, part), skip(p.D, part);
   ProjectionAhead<Shape> B_ahead, C_ahead;
   S next_h[kChannels][kStates];
   const auto fetch_inputs = [&](int chunk) {
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
     S h[kChannels][kStates];
     if constexpr (Shape::kFast) wait_for_fetches();
     else view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, h);
-    stage_inputs<Shape>(p, part, tile_row, u_slots, delta_slots, tiles.delta, tiles.drive);
+    stage_inputs<Shape>(p, part, tile_row, bias, u_slots, delta_slots, tiles.delta, tiles.drive);
     stage_output_gradient<Shape>(p, part, tile_row, dout_slots, z_slots, tiles.dy);
     stage_offsets<Shape>(p, part, tile_row, tiles.offsets);
     if constexpr (Shape::kFast) {
@@ -382,7 +384,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
     }
     const GradientInputs<Shape> inputs(p, part, tile_row);
     __syncthreads();
-    write_gradients<Shape>(p, part, tile_row, tiles, inputs, dD, dbias);
+    write_gradients<Shape>(p, part, tile_row, tiles, inputs, skip, dD, dbias);
     if constexpr (Shape::kWarps > 1) {
       if (variable_B || variable_C) {
         const int64_t first = (int64_t(part.batch) * plan.parts + part.index) * p.length + tile_row;

@@ -278,6 +278,19 @@ __device__ inline T* at(const MutableActivation& x, const Part& part, int channe
   return static_cast<T*>(x.data) + part.batch * x.batch_stride + int64_t(part.first + channel) * x.channel_stride + row;
 }
 
+// A number for each channel whose vectors this thread stages, zero where there is none.
+template <typename Shape>
+struct ChannelValues {
+  float of[Shape::kPieces];
+  __device__ ChannelValues(const float* from, const Part& part) {
+#pragma unroll
+    for (int i = 0; i < Shape::kPieces; ++i) {
+      const int channel = (threadIdx.x + i * Shape::kThreads) / Shape::kVectors;
+      of[i] = from != nullptr && channel < part.count ? from[part.first + channel] : 0.0f;
+    }
+  }
+};
+
 // Start to fetch this thread's vectors of a tile into its slots.
 template <typename Shape>
 __device__ inline void fetch_tile(const Arguments& p, const Part& part, const Activation& from, int tile_row,
@@ -302,8 +315,9 @@ __device__ inline void read_piece(const Arguments& p, const Part& part, const Ac
 
 // Δ and Δu of a tile; rows past the end get Δ = 0, which leaves the state as it is.
 template <typename Shape>
-__device__ inline void stage_inputs(const Arguments& p, const Part& part, int tile_row, const Pack<typename Shape::T>* u_slots,
-                                    const Pack<typename Shape::T>* delta_slots, float* delta_tile, float* drive_tile) {
+__device__ inline void stage_inputs(const Arguments& p, const Part& part, int tile_row, const ChannelValues<Shape>& bias,
+                                    const Pack<typename Shape::T>* u_slots, const Pack<typename Shape::T>* delta_slots,
+                                    float* delta_tile, float* drive_tile) {
   using T = typename Shape::T;
 #pragma unroll
   for (int i = 0; i < Shape::kPieces; ++i) {
@@ -313,10 +327,9 @@ __device__ inline void stage_inputs(const Arguments& p, const Part& part, int ti
     if (piece.count > 0) {
       read_piece<Shape>(p, part, p.u, piece, i, tile_row, u_slots, u);
       read_piece<Shape>(p, part, p.delta, piece, i, tile_row, delta_slots, delta);
-      const float bias = p.delta_bias ? p.delta_bias[part.first + piece.channel] : 0.0f;
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) {
-        const float raw = delta[k] + bias, step = p.delta_softplus ? softplus(raw) : raw;
+        const float raw = delta[k] + bias.of[i], step = p.delta_softplus ? softplus(raw) : raw;
         delta[k] = Shape::kFast || k < piece.count ? step : 0.0f;
         u[k] *= delta[k];
       }

@@ -17,6 +17,7 @@ constexpr size_t forward_shared_bytes() {
 // out from y, which the scan left in y_tile.
 template <typename Shape>
 __device__ inline void write_outputs(const Arguments& p, const Part& part, int tile_row, const float* y_tile,
+                                     const ChannelValues<Shape>& skip,
                                      const Pack<typename Shape::T> (&u)[Shape::kPieces],
                                      const Pack<typename Shape::T>* z_slots) {
   using T = typename Shape::T;
@@ -28,11 +29,10 @@ __device__ inline void write_outputs(const Arguments& p, const Part& part, int t
     load_shared<kVector<T> >(y_tile + piece.channel * kRowStride + piece.row, y);
     const int row = tile_row + piece.row;
     if (p.D) {
-      const float skip = p.D[part.first + piece.channel];
       if constexpr (Shape::kFast) unpack(u[i], x);
       else load_vector<T>(at<T>(p.u, part, piece.channel, row), piece.count, p.aligned, x);
 #pragma unroll
-      for (int k = 0; k < kVector<T>; ++k) y[k] = fmaf(skip, x[k], y[k]);
+      for (int k = 0; k < kVector<T>; ++k) y[k] = fmaf(skip.of[i], x[k], y[k]);
     }
     if (p.z.data) {
       read_piece<Shape>(p, part, p.z, piece, i, tile_row, z_slots, x);
@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
   }
   if (!variable_B) view.load(p.B.data, 0, p, part, constant_B);
   if (!variable_C) view.load(p.C.data, 0, p, part, constant_C);
+  const ChannelValues<Shape> bias(p.delta_bias, part), skip(p.D, part);
   ProjectionAhead<Shape> B_ahead, C_ahead;
   const auto fetch_inputs = [&](int tile_row) {
     fetch_tile<Shape>(p, part, p.u, tile_row, u_slots);
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
 
   for (int tile_row = 0; tile_row < p.length; tile_row += kTile) {
     if (p.states) view.store(p.states, int64_t(part.batch) * p.chunks() + tile_row / kTile, p, part, h);
-    stage_inputs<Shape>(p, part, tile_row, u_slots, delta_slots, delta_tile, drive_tile);
+    stage_inputs<Shape>(p, part, tile_row, bias, u_slots, delta_slots, delta_tile, drive_tile);
     stage_offsets<Shape>(p, part, tile_row, offsets);
     Pack<T> u[Shape::kPieces];                                  // of this tile: the next one takes its slots
     if constexpr (Shape::kFast) {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
     }
     if constexpr (Shape::kFast) wait_for_fetches();
     __syncthreads();
-    write_outputs<Shape>(p, part, tile_row, drive_tile, u, z_slots);
+    write_outputs<Shape>(p, part, tile_row, drive_tile, skip, u, z_slots);
     // The next tile needs no barrier here: a thread stages into the places of delta_tile and drive_tile that it just read.
   }
   view.store(p.last_state, part.batch, p, part, h);
