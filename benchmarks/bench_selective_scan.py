@@ -220,10 +220,8 @@ def print_shape(result: dict) -> None:
               f"published {figures['published_ms']} ms", flush=True)  # fmt: skip
 
 
-def kernel_times(shape: tuple, dtype: torch.dtype, repeats: int = 10) -> dict[str, float]:
-    """Device microseconds of each kernel of forward + backward."""
-    inputs = selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda")
-    call = passes(inputs)["forward_backward"]
+def kernel_times(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
+    """Device microseconds of each kernel of the scan in one call."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(repeats):
@@ -239,13 +237,13 @@ def kernel_times(shape: tuple, dtype: torch.dtype, repeats: int = 10) -> dict[st
 def compare_spreads(repeats: int) -> None:
     """Both ways to spread 16 states and less over threads, at each shape: print-out for tuning scan_plan.cpp."""
     for *shape, dtype, _, _ in GPU_SHAPES:
+        calls = passes(selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda"))
         for channels in ("1", "2"):
             os.environ["MAMBA_SCAN_CHANNELS"] = channels
-            inputs = selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda")
-            times = {}
-            for name, call in passes(inputs).items():
-                times[name] = device_time(in_graph(call), repeats, CALLS_IN_GRAPH)["median_ms"]
-            print(f"{shape} {dtype} {channels} channels a lane: {times} {kernel_times(shape, dtype)} us", flush=True)
+            graphs = (device_time(in_graph(call), repeats, CALLS_IN_GRAPH) for call in calls.values())
+            forward, both = (figures["median_ms"] for figures in graphs)
+            kernels = kernel_times(calls["forward_backward"])
+            print(f"{shape} {dtype} {channels} a lane: {forward:.4f} {both:.4f} ms, {kernels} us", flush=True)
     del os.environ["MAMBA_SCAN_CHANNELS"]
 
 

@@ -27,7 +27,7 @@ if ! part build 150 "$PYTHON" setup.py build_ext --inplace; then
 fi
 tests=tests/mamba_ssm/ops/test_selective_scan_native.py
 part tests 100 "$PYTHON" -m pytest -q --import-mode=importlib -p no:cacheprovider --durations=5 -m "gpu and not slow" $tests
-part bench 70 "$PYTHON" benchmarks/bench_selective_scan.py --device cuda --profile
+part bench 90 "$PYTHON" benchmarks/bench_selective_scan.py --device cuda --profile
 cp benchmarks/results/selective_scan_nvidia_*.json "$OUT/" 2>/dev/null
 exercise="$PYTHON csrc/selective_scan/exercise.py --device cuda"
 part memcheck 70 compute-sanitizer --tool memcheck --error-exitcode 9 $exercise
