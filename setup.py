@@ -8,6 +8,7 @@ builds nothing; MAX_JOBS limits parallel compilers; TORCH_CUDA_ARCH_LIST picks G
 What can't be built is said in one line, and the package then runs on its reference tier.
 """
 
+import ctypes
 import os
 import re
 import shutil
@@ -84,9 +85,13 @@ def cuda_extension(cpp_extension):
 
 
 def compiler_flags() -> tuple[list[str], list[str]]:
-    """Compiler and linker flags of the C++ part."""
+    """Compiler and linker flags of the C++ part.
+
+    at::parallel_for is serial without -fopenmp. It is not given to the linker: OpenMP's functions then come from the
+    library that torch itself has loaded, so that torch.set_num_threads holds here too."""
     if not SANITIZE:
-        return ["-O3", "-Wno-psabi", "-Wno-ignored-attributes"], []
+        parallel = ["-fopenmp"] if is_gcc(find_compiler()) and torch_has_gnu_openmp() else []
+        return ["-O3", "-Wno-psabi", "-Wno-ignored-attributes", *parallel], []
     sanitizer = f"-fsanitize={SANITIZE}"
     debug = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
     return [*debug, "-Wno-psabi", "-Wno-ignored-attributes", sanitizer], [sanitizer]
@@ -131,6 +136,20 @@ def find_compiler() -> str | None:
     """The C++ compiler that the build will call."""
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((name for name in candidates if shutil.which(name.split()[0])), None)
+
+
+def is_gcc(compiler: str) -> bool:
+    """Whether `compiler` is GCC, whatever its name."""
+    told = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=False).stdout
+    return "Free Software Foundation" in told
+
+
+def torch_has_gnu_openmp() -> bool:
+    """Whether torch's own library brings what code that GCC compiled with -fopenmp calls."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return library.exists() and hasattr(ctypes.CDLL(str(library)), "GOMP_parallel")
 
 
 def nothing(reason: str) -> tuple[list, dict]:
