@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"SiLU": nn.SiLU, "ReLU": nn.ReLU, "GELU": nn.GELU, "ELU": nn.ELU}
 HEAD_NORM_EPS = 1e-5
-CHANNEL_GROUP = 8
 
 
 class Rollout(NamedTuple):
@@ -122,33 +121,6 @@ def same_padding(kernel: int, padding: str) -> int:
     return kernel // 2
 
 
-class PaddedConv2d(nn.Conv2d):
-    """nn.Conv2d that runs on a GPU with its input channels filled up with zeros to a multiple of 8: the same function.
-
-    Tensor cores take channels by eights. With the 3 of an image cuDNN falls back to plain arithmetic: 9.1 ms of the 40
-    ms of imagining from 8192 frames, and 4.6 of the 25.6 ms of a world-model update, on an H200.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        missing = -self.in_channels % CHANNEL_GROUP
-        if missing == 0 or not x.is_cuda:
-            return super().forward(x)
-        channels = (0, 0, 0, 0, 0, missing)  # of (B, channels, height, width) and of the weight alike
-        return self._conv_forward(F.pad(x, channels), F.pad(self.weight, channels), self.bias)
-
-
-class PaddedConvTranspose2d(nn.ConvTranspose2d):
-    """nn.ConvTranspose2d that runs on a GPU with its output channels filled up likewise; what is added is cut off."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        missing = -self.out_channels % CHANNEL_GROUP
-        if missing == 0 or not x.is_cuda:
-            return super().forward(x)
-        weight, bias = F.pad(self.weight, (0, 0, 0, 0, 0, missing)), F.pad(self.bias, (0, missing))
-        filled = F.conv_transpose2d(x, weight, bias, self.stride, self.padding, self.output_padding)
-        return filled[:, : self.out_channels]
-
-
 class Encoder(nn.Module):
     """Convolutions that halve the image (the first keeps its size if `first_stride_one`), each with norm and
     activation.
@@ -178,7 +150,7 @@ class Encoder(nn.Module):
         border = same_padding(kernel, padding)
         layers: list[nn.Module] = []
         for c_in, c_out, stride in zip(sizes.channels[:-1], sizes.channels[1:], sizes.strides, strict=True):
-            layers += [PaddedConv2d(c_in, c_out, kernel, stride, border), image_norm(norm, c_out), ACTIVATIONS[act]()]
+            layers += [nn.Conv2d(c_in, c_out, kernel, stride, border), image_norm(norm, c_out), ACTIVATIONS[act]()]
         self.layers = nn.Sequential(*layers)
         self.embed_dim = math.prod(sizes.inner_size)
         self.apply(init_truncated_normal)
@@ -217,7 +189,7 @@ class Decoder(nn.Module):
             layers += [
                 image_norm(norm, c_in),
                 ACTIVATIONS[act](),
-                PaddedConvTranspose2d(c_in, c_out, kernel, stride, border, output_padding=stride - 1),
+                nn.ConvTranspose2d(c_in, c_out, kernel, stride, border, output_padding=stride - 1),
             ]
         if final_sigmoid:
             layers.append(nn.Sigmoid())

@@ -14,8 +14,6 @@ from sub_models.functions_losses import sample_one_hot, symlog
 from sub_models.world_models import (
     Decoder,
     Encoder,
-    PaddedConv2d,
-    PaddedConvTranspose2d,
     build_world_model,
     image_norm,
     pyramid,
@@ -285,29 +283,3 @@ def test_compilation_leaves_the_names_of_the_state():
     names = list(world_model.state_dict())
     world_model.compile_stacks()
     assert list(world_model.state_dict()) == names
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_filled_up_convolutions_equal_plain_ones():
-    """Outputs, gradients and names of the layers that fill their channels up on a GPU, in float64."""
-    pairs = [
-        (PaddedConv2d(3, 16, 5, 2, 2), torch.nn.Conv2d(3, 16, 5, 2, 2), (2, 3, 8, 8)),
-        (
-            PaddedConvTranspose2d(16, 3, 5, 2, 2, output_padding=1),
-            torch.nn.ConvTranspose2d(16, 3, 5, 2, 2, output_padding=1),
-            (2, 16, 4, 4),
-        ),
-    ]
-    for padded, plain, shape in pairs:
-        padded, plain = padded.double().cuda(), plain.double().cuda()
-        plain.load_state_dict(padded.state_dict())
-        x = torch.randn(shape, dtype=torch.float64, device="cuda")
-        results = []
-        for layer in (padded, plain):
-            leaf = x.clone().requires_grad_()
-            out = layer(leaf)
-            gradients = torch.autograd.grad(out.sin().sum(), [leaf, layer.weight, layer.bias])
-            results.append((out, *gradients))
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b)
