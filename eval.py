@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import gymnasium
 import numpy as np
 import torch
 
@@ -38,6 +39,7 @@ from mamba_ssm.ops.tiers import use_tier
 from sub_models.acting import Actor, build_actor
 from sub_models.world_models import WorldModel, build_world_model
 from tools.checkpoints import CheckpointError, SavedModel, load_state, read_model, write_atomic
+from tools.doctor import check_kernels
 from tools.pictures import save_mp4
 from tools.run import EVALUATION_RETURN, bootstrap_interval, episode_table
 from utils import Config, ConfigError, config_from_dict, isolated_rng, load_config, override_config, resolve_device
@@ -110,6 +112,7 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
     frames: list[np.ndarray] = []
     env_seed, policy_seed = np.random.SeedSequence([config.BasicSettings.Seed, seed, 1]).generate_state(2).tolist()
     with isolated_rng(policy_seed), make_vec_env(name, config, num_envs, env_seed) as env:
+        refuse_other_actions(env.action_space, world_model, agent, name)
         obs, is_first, state = env.reset(), np.ones(num_envs, dtype=bool), None
         recording = True
         while missing.any():
@@ -128,6 +131,18 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
                     recording = False
             obs, is_first = result.obs, result.is_first
     return Evaluation(episodes, np.stack(frames))
+
+
+def refuse_other_actions(
+    action_space: gymnasium.Space, world_model: WorldModel, agent: ActorCriticAgent, name: str
+) -> None:
+    """ConfigError where environment `name` has other actions than the agent was trained with."""
+    given = int(action_space.n) if hasattr(action_space, "n") else action_space.shape
+    trained = world_model.num_actions if world_model.num_actions is not None else (agent.actions.action_dim,)
+    if given != trained:
+        raise ConfigError(
+            f"BasicSettings.Env_name = {name}: it has actions {given}, but the agent was trained with {trained}"
+        )
 
 
 def build_from(saved: SavedModel, config: Config, device: torch.device) -> tuple[WorldModel, ActorCriticAgent]:
@@ -211,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = resolve_device(command.config.BasicSettings.Device)
         saved = read_model(path, device)
         config = override_config(config_from_dict(saved.config), command.given)
+        check_kernels(config)
         with use_tier(config.BasicSettings.Kernels):
             world_model, agent = build_from(saved, config, device)
             evaluation = evaluate(world_model, agent, config, seed=saved.step)

@@ -402,6 +402,10 @@ class ReplayBuffer:
         b.index_add_(0, starts, self._ones[: self.imagine_batch_size])        # adds up where a start repeats
         return self._gather(starts, self.context_length)
 
+    def holds_run(self, length: int) -> bool:
+        """Whether the rings hold `length` consecutive rows of one environment (known on the host)."""
+        return self._num_starts(length) >= 1
+
     def recent_sequences(self, count: int, length: int) -> Batch:
         """The newest `count` runs of `length` rows of the first environment, oldest first.
 

@@ -33,12 +33,14 @@ from sub_models.acting import build_actor
 from sub_models.cuda_graph import CapturedStep
 from sub_models.world_models import WorldModel, build_world_model
 from tools.checkpoints import Checkpoint, CheckpointError, load_state, read_model
-from tools.doctor import doctor
+from tools.doctor import check_kernels, doctor
 from tools.pictures import open_loop_picture, reconstruction_picture
 from tools.run import EPISODE_RETURN, Run, RunError, open_run
 from utils import (
     Config,
     ConfigError,
+    config_from_dict,
+    flatten_config,
     get_rng_state,
     isolated_rng,
     load_config,
@@ -50,6 +52,16 @@ from utils import (
 logger = logging.getLogger("drama.train")
 
 PICTURE_SEQUENCES = 4
+FIXED_KEYS = (
+    "BasicSettings.Env_name",
+    "JointTrainAgent.NumEnvs",
+    "JointTrainAgent.RealityContextLength",
+    "Models.WorldModel.Backbone",
+    "Models.WorldModel.Optimiser",
+    "Models.Agent.Policy",
+    "Models.Agent.AC.Optimiser",
+    "Models.Agent.PPO.Optimiser",
+)
 
 
 class Schedule:
@@ -117,7 +129,7 @@ def train(run: Run) -> None:
             for episode in collector.finished:
                 run.log(step, {EPISODE_RETURN: episode.episode_return, "episode/length": episode.episode_length})
             finished = step >= schedule.total_steps or run.stop_requested
-            if schedule.log(step) or step >= schedule.total_steps:
+            if schedule.log(step):
                 run.flush(step)
             if schedule.evaluate(step):
                 evaluation = evaluate(world_model, agent, config, seed=step)
@@ -128,7 +140,7 @@ def train(run: Run) -> None:
                 save(run, step, world_model, agent, replay, collector)
             run.progress(step)
     if run.stop_requested:
-        logger.warning("stopped by %s at step %d; go on with --resume %s", run.stop_reason, step, run.folder)
+        logger.warning("stopped by %s at step %d; %s", run.stop_reason, step, run.how_to_go_on())
     print(run.report())
 
 
@@ -141,7 +153,7 @@ def make_env_vector(config: Config, start_step: int) -> VectorEnv:
 
 
 def build(config: Config, env: VectorEnv, device: torch.device) -> tuple[WorldModel, ActorCriticAgent, ReplayBuffer]:
-    """World model, agent and replay, with weights from `BasicSettings.SavePath` if it is given."""
+    """World model, agent and replay, as they are before any training."""
     basic, training = config.BasicSettings, config.JointTrainAgent
     world_model = build_world_model(config, env.action_space, device)
     agent = build_agent(config, world_model.feature_dim, env.action_space, device)
@@ -162,11 +174,6 @@ def build(config: Config, env: VectorEnv, device: torch.device) -> tuple[WorldMo
         alpha=training.Alpha,
         beta=training.Beta,
     )
-    if basic.SavePath is not None:
-        saved = read_model(basic.SavePath, device)
-        load_state(world_model, saved.world_model, "world model")
-        load_state(agent, saved.agent, "agent")
-        logger.info("weights of step %d from %s", saved.step, saved.path)
     if basic.Compile and device.type == "cuda":
         world_model.compile_stacks()
     return world_model, agent, replay
@@ -210,7 +217,7 @@ def save(
     )
     training = run.config.JointTrainAgent
     length = training.ImagineContextLength + training.ImagineBatchLength
-    if replay.can_sample(max(training.WorldModelWarmUp, length)):
+    if replay.can_sample(training.WorldModelWarmUp) and replay.holds_run(length):
         with isolated_rng(step):
             batch = replay.recent_sequences(PICTURE_SEQUENCES, length)
             reconstruction = world_model.reconstruct(batch.obs).cpu().numpy()
@@ -223,25 +230,44 @@ def save(
 def restore(
     run: Run, world_model: WorldModel, agent: ActorCriticAgent, replay: ReplayBuffer, collector: Collector
 ) -> int:
-    """Load the run's newest checkpoint, if it has one; returns the step to go on from."""
+    """Load the run's newest checkpoint, else the weights of `SavePath`; returns the step to go on from."""
     checkpoint: Checkpoint | None = run.load_checkpoint()
-    if checkpoint is None:
+    save_path = run.config.BasicSettings.SavePath
+    if checkpoint is None and save_path is None:
         return 0
-    load_state(world_model, checkpoint.model.world_model, "world model")
-    load_state(agent, checkpoint.model.agent, "agent")
+    model = read_model(save_path, world_model.device) if checkpoint is None else checkpoint.model
+    if checkpoint is not None:
+        refuse_changes(config_from_dict(model.config), run.config)
+    load_state(world_model, model.world_model, "world model")
+    load_state(agent, model.agent, "agent")
+    if checkpoint is None:
+        logger.info("weights of step %d from %s", model.step, model.path)
+        return 0
     world_model.optimiser.load_state_dict(checkpoint.train["world_model_optimiser"])
     agent.optimiser.load_state_dict(checkpoint.train["agent_optimiser"])
     replay.load(run.folder / "replay", checkpoint.replay)
     if not collector.load_state_dict(checkpoint.train["collector"]):
         logger.warning("%s cannot restore its state: a new episode begins", run.config.BasicSettings.Env_name)
     set_rng_state(checkpoint.train["rng"])
+    run.keep_config()
     return checkpoint.step
+
+
+def refuse_changes(before: Config, now: Config) -> None:
+    """A resumed run may change much, but not what its saved state is made of."""
+    flat_before, flat_now = flatten_config(before), flatten_config(now)
+    for key in FIXED_KEYS:
+        if flat_before[key] != flat_now[key]:
+            raise CheckpointError(
+                f"{key} was {flat_before[key]} when this run was saved and cannot become {flat_now[key]}; "
+                f"start a new run from its weights with --BasicSettings.SavePath instead"
+            )
 
 
 def check_start(config: Config) -> None:
     """Find what would stop a new run at once, before its folder is made."""
     make_env(config.BasicSettings.Env_name, config, config.BasicSettings.Seed).close()
-    resolve_device(config.BasicSettings.Device)
+    check_kernels(config)
     if config.BasicSettings.SavePath is not None:
         read_model(config.BasicSettings.SavePath)
 

@@ -194,6 +194,11 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def flatten_config(config: Config) -> dict[str, Any]:
+    """{dotted name: value}."""
+    return dict(_flatten(config_to_dict(config)))
+
+
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """The checked configuration of a nested mapping that holds every key, like a checkpoint's or a run folder's."""
     if not isinstance(tree, Mapping):

@@ -31,8 +31,13 @@ assert mujoco.Physics.from_xml_string(scene).render(32, 32, camera_id=0).any(), 
 
 
 def choose_backend(family: str) -> None:
-    """Set MUJOCO_GL to a backend that works; EnvironmentUnavailable, naming `family` and the packages, if none does."""
+    """Set MUJOCO_GL to a backend that works; EnvironmentUnavailable, naming `family` and the packages, if none does.
+
+    Without dm_control there is nothing to try; its import then says what to install.
+    """
     if VARIABLE in os.environ or sys.platform != "linux":              # elsewhere mujoco's own choice is the only one
+        return
+    if importlib.util.find_spec("dm_control") is None:
         return
     failures = {}
     for backend in DEBIAN_PACKAGES:

@@ -22,6 +22,7 @@ class Optimiser:
         max_grad_norm: gradients are scaled down to this global norm.
         warmup_steps: the n-th update (from 1) uses min(1, n / warmup_steps) of the learning rate; 0 for none.
 
+    Parameters marked `_no_weight_decay` are left out of weight decay.
     `state_dict` holds the inner optimiser's state, the update count (which sets the warm-up) and the count of skips.
     """
 
@@ -41,17 +42,15 @@ class Optimiser:
         self.updates = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
         self.lr = torch.tensor(learning_rate, device=device)
+        self.name = name
+        kept_whole = [p for p in self.params if getattr(p, "_no_weight_decay", False)]
+        shrunk = [p for p in self.params if not getattr(p, "_no_weight_decay", False)]
+        groups = [{"params": shrunk, "weight_decay": weight_decay}, {"params": kept_whole, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
         if name == "Laprop":
-            self.inner: torch.optim.Optimizer = LaProp(self.params, self.lr, eps=epsilon, weight_decay=weight_decay)
+            self.inner: torch.optim.Optimizer = LaProp(groups, self.lr, eps=epsilon)
         elif name == "Adam":
-            self.inner = torch.optim.AdamW(
-                self.params,
-                self.lr,
-                eps=epsilon,
-                weight_decay=weight_decay,
-                fused=True,
-                capturable=device.type == "cuda",
-            )
+            self.inner = torch.optim.AdamW(groups, self.lr, eps=epsilon, fused=True, capturable=device.type == "cuda")
         else:
             raise ValueError(f"Optimiser: name is {name!r}, expected 'Laprop' or 'Adam'")
 
@@ -79,13 +78,33 @@ class Optimiser:
         }
 
     def state_dict(self) -> dict:
-        return {"inner": self.inner.state_dict(), "updates": self.updates, "skipped": self.skipped}
+        return {
+            "name": self.name,
+            "inner": self.inner.state_dict(),
+            "updates": self.updates,
+            "skipped": self.skipped,
+        }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore in place: captured graphs and this object go on sharing the learning rate and the counts."""
+        """Restore moments and counts in place; learning rate, epsilon and weight decay stay this object's own.
+
+        Raises:
+            ValueError: the state is another kind of optimiser's.
+        """
+        if state["name"] != self.name:
+            raise ValueError(f"the saved optimiser is {state['name']}, this one is {self.name}")
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.inner.param_groups]
         self.inner.load_state_dict(state["inner"])
-        for group in self.inner.param_groups:
-            self.lr.copy_(torch.as_tensor(group["lr"]))
-            group["lr"] = self.lr
+        for group, settings in zip(self.inner.param_groups, own, strict=True):
+            group.update(settings)
+            for p in group["params"]:
+                self._match_layout(p)
         self.updates.copy_(state["updates"])
         self.skipped.copy_(state["skipped"])
+
+    def _match_layout(self, p: nn.Parameter) -> None:
+        """Store moments in the parameter's memory order, as before saving: fused steps pair elements by storage."""
+        moments = self.inner.state.get(p, {})
+        for key, moment in moments.items():
+            if moment.shape == p.shape and moment.stride() != p.stride():
+                moments[key] = torch.empty_like(p, memory_format=torch.preserve_format).copy_(moment)

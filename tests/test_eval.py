@@ -45,6 +45,7 @@ class ScriptedEnv:
     """Two environments: episodes of the first last 1 step and score 0, those of the second 5 steps and score 10."""
 
     num_envs = 2
+    action_space = SimpleNamespace(n=3)
 
     def __enter__(self):
         return self
@@ -140,6 +141,11 @@ def test_faults_are_one_line(arguments, code, text, capsys):
     assert main(arguments) == code
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("error: ") and text in error[0]
+
+
+def test_other_actions_are_refused(run_folder, capsys):
+    assert main(["--BasicSettings.SavePath", str(run_folder), "--BasicSettings.Env_name", "ALE/Pong-v5"]) == 2
+    assert "it has actions 6, but the agent was trained with 3" in capsys.readouterr().err
 
 
 def test_a_truncated_checkpoint_is_refused(tmp_path, capsys):

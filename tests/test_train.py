@@ -103,8 +103,9 @@ def test_every_combination_resumes_bit_for_bit(tmp_path, backbone, policy):
         ("--JointTrainAgent.NumEnvs", "2"),
         ("--BasicSettings.Env_name", "Toy/Reach-v0"),
         ("--JointTrainAgent.BufferMaxLength", "40"),
+        ("--Models.WorldModel.Optimiser", "Adam", "--Models.Agent.AC.Optimiser", "Adam"),
     ],
-    ids=["recurrent", "two_environments", "continuous", "ring_wraps"],
+    ids=["recurrent", "two_environments", "continuous", "ring_wraps", "adam"],
 )
 def test_a_new_process_resumes_bit_for_bit(tmp_path, options):
     whole = run_training(tmp_path, *options)
@@ -237,6 +238,7 @@ def test_atari_goes_through_every_phase(tmp_path):
         (["--JointTrainAgent.BatchSise", "3"], 2, "JointTrainAgent.BatchSize"),
         (["--BasicSettings.SavePath", "nowhere"], 1, "nowhere"),
         (["--resume", "nowhere"], 2, "nowhere"),
+        (["--BasicSettings.Kernels", "triton"], 2, "BasicSettings.Kernels = triton"),
     ],
 )
 def test_bad_input_is_one_line_and_an_exit_code(tmp_path, capsys, extra, code, text):
@@ -252,6 +254,54 @@ def test_a_checkpoint_of_another_architecture_names_the_keys(tmp_path, capsys):
     assert main(words(tmp_path, "--BasicSettings.SavePath", folder, "--Models.WorldModel.HiddenStateDim", 32)) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "another architecture" in error and "of another shape: sequence_model.layers.0" in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("Models.WorldModel.HiddenStateDim", "32"),
+        ("JointTrainAgent.RealityContextLength", "0"),
+        ("JointTrainAgent.BufferMaxLength", "300"),
+        ("Models.WorldModel.Optimiser", "Adam"),
+        ("BasicSettings.Env_name", "Toy/Recall-v0"),
+    ],
+)
+def test_a_refused_change_leaves_the_run_as_it_was(tmp_path, capsys, key, value):
+    folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 40)
+    before = (folder / "config.yaml").read_text()
+    assert main(["--resume", str(folder), f"--{key}", value]) == 1
+    assert "error: " in capsys.readouterr().err
+    assert (folder / "config.yaml").read_text() == before
+    assert main(["--resume", str(folder), "--JointTrainAgent.SampleMaxSteps", "44"]) == 0
+
+
+def test_a_run_without_a_usable_checkpoint_is_not_begun_again(tmp_path, capsys):
+    """Beginning again would throw the metrics away."""
+    unsaved = run_training(tmp_path, "--JointTrainAgent.SaveModels", "false", "--JointTrainAgent.SampleMaxSteps", 40)
+    damaged = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 40)
+    for model in (damaged / "ckpt").glob("*/model.pt"):
+        model.write_bytes(model.read_bytes()[:500])
+    for folder, reason in ((unsaved, "SaveModels is false"), (damaged, "damaged")):
+        metrics = (folder / "metrics.jsonl").read_text()
+        assert main(["--resume", str(folder)]) == 1
+        assert reason in capsys.readouterr().err
+        assert (folder / "metrics.jsonl").read_text() == metrics
+
+
+def test_rings_too_short_for_a_picture_do_without(tmp_path):
+    folder = run_training(
+        tmp_path, "--JointTrainAgent.NumEnvs", 4, "--JointTrainAgent.ImagineBatchLength", 15, "--JointTrainAgent.WorldModelWarmUp", 36,
+        "--JointTrainAgent.SampleMaxSteps", 40,
+    )  # fmt: skip
+    assert newest_state(folder).step == 40 and not list((folder / "pictures").glob("open_loop*"))
+
+
+def test_metrics_do_not_depend_on_where_a_run_was_cut(tmp_path):
+    """The mean over a log interval goes on across a stop that falls inside it."""
+    whole = run_training(tmp_path)
+    half = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 47)
+    assert main(["--resume", str(half), "--JointTrainAgent.SampleMaxSteps", "80"]) == 0
+    assert metrics_of(whole) == metrics_of(half)
 
 
 def make_trainers(tmp_path, *extra):

@@ -340,8 +340,11 @@ def resolve_checkpoint(path: str | Path) -> Path:
         return path
     if (path / "model.pt").is_file():
         return path / "model.pt"
-    complete = CheckpointFolder(path / "ckpt").complete()
+    checkpoints = CheckpointFolder(path / "ckpt")
+    complete = checkpoints.complete()
     if complete:
+        if checkpoints.named()[-1] != complete[-1]:
+            logger.warning("checkpoint %s is damaged: %s is used", checkpoints.named()[-1], complete[-1])
         return complete[-1] / "model.pt"
     wanted = "no complete checkpoint in it" if path.is_dir() else "no such file or folder"
     raise CheckpointError(

@@ -43,6 +43,17 @@ class Finding:
     fix: str = ""
 
 
+def check_kernels(config: Config) -> None:
+    """ConfigError where `BasicSettings.Kernels` asks for a tier that an operator cannot have on the chosen device."""
+    requested, device = config.BasicSettings.Kernels, resolve_device(config.BasicSettings.Device)
+    try:
+        with tiers.use_tier(requested):
+            for operator in tiers.operators():
+                tiers.explain(operator, device.type)
+    except RuntimeError as error:
+        raise ConfigError(f"BasicSettings.Kernels = {requested}: {error}") from None
+
+
 def doctor(config: Config, out: TextIO | None = None) -> int:
     """Report on every check; returns 0 if the configuration can run here, else 1."""
     out = sys.stdout if out is None else out

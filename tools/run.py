@@ -420,7 +420,6 @@ def _settle_config(folder: Path, given: Any) -> Any:
     before, after = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
     changed = [f"{key} {before.get(key)} -> {value}" for key, value in after.items() if before.get(key) != value]
     logger.warning("resumed with another configuration: %s", ", ".join(changed))
-    write_atomic(folder / RUN_CONFIG_NAME, config_to_yaml(given).encode())
     return given
 
 
@@ -494,6 +493,8 @@ class Run:
             leftover.unlink()  # of a killed process; eval/ may be in use by another
         self._resume_from = self._checkpoints.newest_sound()
         self.start_step = _manifest_step(self._resume_from) if self._resume_from else 0
+        if resumed and self._resume_from is None:
+            self._refuse_to_start_over()
         if resumed:
             cut_metrics(folder / "metrics.jsonl", self.start_step if self._resume_from else -1)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
@@ -545,6 +546,29 @@ class Run:
         logging.getLogger().removeHandler(self._handler)
         logging.getLogger("drama").setLevel(self._old_level)
         os.close(self._lock)
+
+    def _refuse_to_start_over(self) -> None:
+        """A run that was to have checkpoints and was killed before the first may begin again; no other."""
+        damaged = sorted(path.name for path in (self.folder / "ckpt").glob("damaged_*"))
+        if damaged:
+            problem = f"all its checkpoints are damaged ({', '.join(damaged)})"
+        elif not self.config.JointTrainAgent.SaveModels and (self.folder / "metrics.jsonl").exists():
+            problem = "it wrote none, because JointTrainAgent.SaveModels is false"
+        else:
+            return
+        os.close(self._lock)
+        raise RunError(f"{self.folder}: no checkpoint to go on from: {problem}; start a new run")
+
+    def keep_config(self) -> None:
+        """Write the configuration that a resumed run goes on with, once its checkpoint has proved to fit."""
+        write_atomic(self.folder / RUN_CONFIG_NAME, config_to_yaml(self.config).encode())
+
+    def how_to_go_on(self) -> str:
+        """What is saved, in words, for a run that ends early."""
+        complete = self._checkpoints.complete()
+        if not complete:
+            return "nothing is saved, it cannot be resumed"
+        return f"step {_manifest_step(complete[-1])} is saved, go on with --resume {self.folder}"
 
     def report(self) -> str:
         """What a user wants to know at the end: how the return developed, and where to look."""

@@ -78,6 +78,57 @@ def test_resuming_continues_warmup_and_moments_bit_for_bit(name, tmp_path):
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_keep_the_memory_order_of_their_parameter(name):
+    """A file holds contiguous tensors; fused steps pair channels-last weights with moments by storage order."""
+
+    def make_layer():
+        torch.manual_seed(0)
+        layer = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return layer, Optimiser(layer.parameters(), name, 0.1, 1e-8, 1e9)
+
+    def train(layer, optimiser, times):
+        for i in times:
+            image = torch.sin(torch.arange(75.0) + i).reshape(1, 3, 5, 5)
+            optimiser.update(layer(image).square().sum())
+
+    whole, optimiser = make_layer()
+    train(whole, optimiser, range(3))
+    saved = optimiser.state_dict()
+    state = {
+        k: {n: t.clone(memory_format=torch.contiguous_format) for n, t in v.items()}
+        for k, v in saved["inner"]["state"].items()
+    }
+    saved = {**saved, "inner": {**saved["inner"], "state": state}, "updates": saved["updates"].clone()}
+    half, resumed = make_layer()
+    half.load_state_dict(whole.state_dict())
+    resumed.load_state_dict(saved)
+    train(whole, optimiser, range(3, 6))
+    train(half, resumed, range(3, 6))
+    assert torch.equal(whole.weight, half.weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_optimiser_takes_its_own_settings_but_no_other_kind(name):
+    p, first = make(name)
+    first.update(p.sum())
+    q, second = make(name, learning_rate=0.5, weight_decay=0.25)
+    second.load_state_dict(first.state_dict())
+    second.update(q.sum())
+    assert second.lr == 0.5 and second.inner.param_groups[0]["weight_decay"] == 0.25
+    other = NAMES[1 - NAMES.index(name)]
+    with pytest.raises(ValueError, match=f"saved optimiser is {name}, this one is {other}"):
+        make(other)[1].load_state_dict(first.state_dict())
+
+
+def test_marked_parameters_are_not_decayed():
+    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    q._no_weight_decay = True
+    optimiser = Optimiser([p, q], "Laprop", 0.1, 1e-8, 1e9, weight_decay=0.5)
+    optimiser.update((p + q).sum() * 0.0)
+    assert (p < 1).all() and (q == 1).all()
+
+
 def test_unknown_name_is_refused():
     with pytest.raises(ValueError, match="'SGD', expected 'Laprop' or 'Adam'"):
         make("SGD")

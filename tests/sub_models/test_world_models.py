@@ -223,6 +223,24 @@ def test_weight_is_zero_behind_a_termination(mask):
     np.testing.assert_array_equal(weight.numpy(), expected)
 
 
+def test_a_rollout_from_a_terminal_row_is_dead():
+    """There is nothing to imagine behind the end of an episode."""
+    world_model, contexts = make_world_model(), make_batch(4, 5)
+    rollout = world_model.imagine(UniformPolicy(), contexts, 3)
+    ended = contexts.termination[:, -1] > 0
+    assert ended.any() and not ended.all()
+    assert not rollout.weight[ended].any() and rollout.weight[~ended, 0].all()
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_rollouts_hold_the_log_probability_of_the_action_they_hold(continuous):
+    world_model, contexts = make_world_model(continuous=continuous), make_batch(4, 5, continuous)
+    agent = make_agent_for(world_model)
+    rollout = world_model.imagine(agent, contexts, 3)
+    expected = agent.actions.log_prob(agent.policy(rollout.feature[:, :-1]), rollout.action)
+    torch.testing.assert_close(rollout.log_prob, expected)
+
+
 def test_imagination_and_pictures_move_nothing():
     """Fault of published code: using the model moved its running statistics."""
     world_model, batch = make_world_model(), make_batch(3, 5)

@@ -123,6 +123,7 @@ def test_overrides_on_resume_are_kept_and_told(config, tmp_path, caplog):
     longer = make_config(tmp_path, "--JointTrainAgent.SampleMaxSteps", "200000")
     with open_run(longer, run.folder) as resumed:
         assert resumed.config == longer
+        resumed.keep_config()
     assert "JointTrainAgent.SampleMaxSteps 105000 -> 200000" in caplog.text
     with open_run(None, run.folder) as resumed:
         assert resumed.config == longer
