@@ -290,8 +290,8 @@ def test_a_run_without_a_usable_checkpoint_is_not_begun_again(tmp_path, capsys):
 
 def test_rings_too_short_for_a_picture_do_without(tmp_path):
     folder = run_training(
-        tmp_path, "--JointTrainAgent.NumEnvs", 4, "--JointTrainAgent.ImagineBatchLength", 15, "--JointTrainAgent.WorldModelWarmUp", 36,
-        "--JointTrainAgent.SampleMaxSteps", 40,
+        tmp_path, "--JointTrainAgent.NumEnvs", 4, "--JointTrainAgent.ImagineBatchLength", 15,
+        "--JointTrainAgent.WorldModelWarmUp", 36, "--JointTrainAgent.SampleMaxSteps", 40,
     )  # fmt: skip
     assert newest_state(folder).step == 40 and not list((folder / "pictures").glob("open_loop*"))
 
