@@ -43,8 +43,8 @@ class Optimiser:
         self.skipped = torch.zeros((), device=device)
         self.lr = torch.tensor(learning_rate, device=device)
         self.name = name
-        kept_whole = [p for p in self.params if getattr(p, "_no_weight_decay", False)]
-        shrunk = [p for p in self.params if not getattr(p, "_no_weight_decay", False)]
+        kept_whole = [p for p in self.params if weight_decay and getattr(p, "_no_weight_decay", False)]
+        shrunk = [p for p in self.params if not any(p is other for other in kept_whole)]
         groups = [{"params": shrunk, "weight_decay": weight_decay}, {"params": kept_whole, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         if name == "Laprop":
