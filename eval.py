@@ -38,7 +38,7 @@ from envs.spaces import action_space_of
 from mamba_ssm.ops.tiers import use_tier
 from sub_models.acting import Actor, build_actor
 from sub_models.world_models import WorldModel, build_world_model
-from tools.checkpoints import CheckpointError, SavedModel, load_state, read_model, write_atomic
+from tools.checkpoints import CheckpointError, SavedModel, read_model, write_atomic
 from tools.doctor import check_kernels
 from tools.pictures import save_mp4
 from tools.run import EVALUATION_RETURN, bootstrap_interval, episode_table
@@ -62,10 +62,10 @@ class Episode(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Episodes in the order in which they ended, and the frames of one of them."""
+    """Episodes in the order in which they ended, and the frames of one of them where a video is wanted."""
 
     episodes: list[Episode]
-    frames: np.ndarray  # (T, H, W, C) uint8, the first episode of the first environment
+    frames: np.ndarray | None  # (T, H, W, C) uint8, the first episode of the first environment
 
     def scores(self) -> np.ndarray:
         return np.array([episode.score for episode in self.episodes])
@@ -114,7 +114,7 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
     with isolated_rng(policy_seed), make_vec_env(name, config, num_envs, env_seed) as env:
         refuse_other_actions(env.action_space, world_model, agent, name)
         obs, is_first, state = env.reset(), np.ones(num_envs, dtype=bool), None
-        recording = True
+        recording = section.SaveVideo
         while missing.any():
             if recording:
                 frames.append(obs[0].copy())
@@ -130,7 +130,7 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
                     frames.append(result.final_obs[0])
                     recording = False
             obs, is_first = result.obs, result.is_first
-    return Evaluation(episodes, np.stack(frames))
+    return Evaluation(episodes, np.stack(frames) if frames else None)
 
 
 def refuse_other_actions(
@@ -150,8 +150,7 @@ def build_from(saved: SavedModel, config: Config, device: torch.device) -> tuple
     action_space = action_space_of(saved.spaces)
     world_model = build_world_model(config, action_space, device)
     agent = build_agent(config, world_model.feature_dim, action_space, device)
-    load_state(world_model, saved.world_model, "world model")
-    load_state(agent, saved.agent, "agent")
+    saved.load_into(world_model, agent)
     return world_model, agent
 
 
@@ -192,7 +191,7 @@ def write_results(evaluation: Evaluation, saved: SavedModel, config: Config) -> 
         **evaluation.summary(),
     }
     write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
-    if config.Evaluate.SaveVideo:
+    if evaluation.frames is not None:
         fps = VIDEO_FPS.get(config.BasicSettings.Env_name.split("/")[0], DEFAULT_FPS)
         save_mp4(folder / "episode.mp4", evaluation.frames, fps)
     return folder

@@ -32,6 +32,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
+from tools.checkpoints import sync_folder
+
 WEIGHT_BITS = 40               # rows less than 2^-40 = 1e-12 times as likely as the likeliest are never drawn
 MAX_CHUNK_BYTES = 256 << 20    # bounds the host memory that saving and loading take besides the rings
 _OWN_FILES = re.compile(r"(rows-\d+-\d+|counters-\d+)-[0-9a-f]{16}\.bin|replay\.tmp")
@@ -222,14 +224,6 @@ def _write_file(folder: Path, stem: str, tensors: Sequence[Tensor]) -> _File:
         temporary.unlink(missing_ok=True)
         raise
     return _File(name=name, bytes=size, sha256=digest.hexdigest())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_stored(folder: Path, file: _File) -> bool:
@@ -430,7 +424,7 @@ class ReplayBuffer:
         stored = [chunk for chunk in self._chunks if chunk.stop > self._oldest() and _is_stored(folder, chunk)]
         added = [self._write_chunk(folder, first, stop) for first, stop in self._missing_rows(stored)]
         counters = _write_file(folder, f"counters-{self._written}", [self._counters.cpu()])
-        _sync_folder(folder)
+        sync_folder(folder)
         self._chunks = sorted(stored + added, key=lambda chunk: chunk.first)
         return _Manifest(
             format="drama-replay-1",

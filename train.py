@@ -32,7 +32,7 @@ from replay_buffer import Batch, ReplayBuffer, ReplayFileError
 from sub_models.acting import build_actor
 from sub_models.cuda_graph import CapturedStep
 from sub_models.world_models import WorldModel, build_world_model
-from tools.checkpoints import Checkpoint, CheckpointError, load_state, read_model
+from tools.checkpoints import Checkpoint, CheckpointError, read_model
 from tools.doctor import check_kernels, doctor
 from tools.pictures import open_loop_picture, reconstruction_picture
 from tools.run import EPISODE_RETURN, Run, RunError, open_run
@@ -134,7 +134,7 @@ def train(run: Run) -> None:
             if schedule.evaluate(step):
                 evaluation = evaluate(world_model, agent, config, seed=step)
                 run.log(step, evaluation.metrics())
-                if config.Evaluate.SaveVideo:
+                if evaluation.frames is not None:
                     run.save_video(f"evaluation_{step:09d}", evaluation.frames)
             if schedule.save(step) or finished:
                 save(run, step, world_model, agent, replay, collector)
@@ -233,16 +233,12 @@ def restore(
     """Load the run's newest checkpoint, else the weights of `SavePath`; returns the step to go on from."""
     checkpoint: Checkpoint | None = run.load_checkpoint()
     save_path = run.config.BasicSettings.SavePath
-    if checkpoint is None and save_path is None:
-        return 0
-    model = read_model(save_path, world_model.device) if checkpoint is None else checkpoint.model
-    if checkpoint is not None:
-        refuse_changes(config_from_dict(model.config), run.config)
-    load_state(world_model, model.world_model, "world model")
-    load_state(agent, model.agent, "agent")
     if checkpoint is None:
-        logger.info("weights of step %d from %s", model.step, model.path)
+        if save_path is not None:
+            read_model(save_path, world_model.device).load_into(world_model, agent)
         return 0
+    refuse_changes(config_from_dict(checkpoint.model.config), run.config)
+    checkpoint.model.load_into(world_model, agent)
     world_model.optimiser.load_state_dict(checkpoint.train["world_model_optimiser"])
     agent.optimiser.load_state_dict(checkpoint.train["agent_optimiser"])
     replay.load(run.folder / "replay", checkpoint.replay)

@@ -61,7 +61,8 @@ def _write_synced(path: Path, data: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files in a folder outlast a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -221,6 +222,12 @@ class SavedModel:
     world_model: dict[str, torch.Tensor]
     agent: dict[str, torch.Tensor]
 
+    def load_into(self, world_model: nn.Module, agent: nn.Module) -> None:
+        """Copy weights and statistics into modules of the same architecture; CheckpointError names what differs."""
+        load_state(world_model, self.world_model, "world model")
+        load_state(agent, self.agent, "agent")
+        logger.info("weights of step %d from %s", self.step, self.path)
+
 
 class CheckpointFolder:
     """RUN/ckpt: complete checkpoints are folders `step_000002000`; everything else in it is a leftover."""
@@ -274,9 +281,9 @@ class CheckpointFolder:
             temporary.mkdir(parents=True)
             for name, data in {**files, "manifest.json": json.dumps(manifest, indent=1).encode()}.items():
                 _write_synced(temporary / name, data)
-            _sync_folder(temporary)
+            sync_folder(temporary)
             os.rename(temporary, target)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
