@@ -1,5 +1,6 @@
 """Vectors of environments: the same in every mode, honest at episode ends, and alive after a worker's failure."""
 
+import fcntl
 import functools
 import logging
 import os
@@ -46,10 +47,18 @@ class FailsAt(gymnasium.Wrapper):
 
     def step(self, action):
         self.count += 1
-        if self.count == self.fatal_step and (failures := len(self.file.read_bytes())) < self.times:
-            self.file.write_bytes(b"x" * (failures + 1))
+        if self.count == self.fatal_step and self._is_due():
             self.way()
         return self.env.step(action)
+
+    def _is_due(self):
+        """Claim one of the failures; locked, for workers come here at the same moment."""
+        with self.file.open("r+b") as claims:
+            fcntl.flock(claims, fcntl.LOCK_EX)
+            failures = len(claims.read())
+            if failures < self.times:
+                claims.write(b"x")
+        return failures < self.times
 
 
 def way_raise():
