@@ -1,0 +1,33 @@
+"""Figures say where they come from, in and outside of a git checkout."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from tools.provenance import commit, hardware, provenance, versions
+
+
+def test_everything_is_named_and_plain():
+    found = provenance(torch.device("cpu"))
+    assert json.loads(json.dumps(found)) == found
+    assert found["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["hardware"]["accelerator"] == "none" and found["hardware"]["cores"] >= 1
+    assert "pytest" not in versions() and hardware(torch.device("cpu"))["processor"]
+
+
+def test_the_commit_tells_of_changes(tmp_path):
+    assert commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    clean = commit(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "untracked").write_text("1")
+    assert commit(tmp_path) == clean
+    (tmp_path / "file").write_text("2")
+    assert commit(tmp_path) == f"{clean}+changes"

@@ -1,0 +1,71 @@
+"""Where a figure comes from: the versions, the machine and the commit that made it, as plain values for a JSON file."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "numpy", "gymnasium", "ale-py")  # what decides numbers, where it is installed
+GIT_SECONDS = 10
+
+
+def provenance(device: torch.device | None = None) -> dict[str, dict[str, str | int] | str | None]:
+    """`versions`, `hardware` and `commit`; device None: the machine's first GPU, if there is one."""
+    return {"versions": versions(), "hardware": hardware(device), "commit": commit()}
+
+
+def versions() -> dict[str, str]:
+    """Python's and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: torch.device | None = None) -> dict[str, str | int]:
+    """The device that computes, the processor and its cores, the operating system."""
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    return {
+        "accelerator": accelerator,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """The commit that is checked out, with `+changes` where tracked files differ from it; None outside of git."""
+    head = _git(root, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}+changes" if changed else head
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    """The processor's name as Linux tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
