@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from sub_models.laprop import LaProp
 
+COUNTS = ("updates", "skipped", "skipped_in_a_row", "longest_row")
+
 
 class Optimiser:
     """LaProp or AdamW with linear warm-up and gradient-norm clipping.
@@ -23,7 +25,9 @@ class Optimiser:
         warmup_steps: the n-th update (from 1) uses min(1, n / warmup_steps) of the learning rate; 0 for none.
 
     Parameters marked `_no_weight_decay` are left out of weight decay.
-    `state_dict` holds the inner optimiser's state, the update count (which sets the warm-up) and the count of skips.
+    Counts, 0-d tensors: `updates` made (they set the warm-up), `skipped` for what was not finite, how many of
+    those follow each other up to now (`skipped_in_a_row`; an update that was made ends the row), and the longest such row
+    since the count was last cleared (`longest_row`). `state_dict` holds them and the inner optimiser's state.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Optimiser:
         self.learning_rate, self.max_grad_norm, self.warmup_steps = learning_rate, max_grad_norm, warmup_steps
         self.updates = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
+        self.skipped_in_a_row = torch.zeros((), device=device)
+        self.longest_row = torch.zeros((), device=device)
         self.lr = torch.tensor(learning_rate, device=device)
         self.name = name
         kept_whole = [p for p in self.params if weight_decay and getattr(p, "_no_weight_decay", False)]
@@ -55,17 +61,18 @@ class Optimiser:
             raise ValueError(f"Optimiser: name is {name!r}, expected 'Laprop' or 'Adam'")
 
     def update(self, loss: Tensor, enabled: Tensor | None = None) -> dict[str, Tensor]:
-        """Minimise a scalar loss by one step. `enabled` (0-d bool) False, or a gradient that is not finite, skips it.
+        """Minimise a scalar loss by one step. `enabled` (0-d bool) False, or a loss or gradient that is not finite, skips
+        it.
 
         Returns the gradient norm before clipping, the share of clipped and of skipped updates (0 or 1), as 0-d tensors.
         """
         self.inner.zero_grad(set_to_none=True)
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.params, self.max_grad_norm, foreach=True)
-        finite = torch.isfinite(grad_norm)
+        finite = torch.isfinite(grad_norm) & torch.isfinite(loss.detach())
         going = finite if enabled is None else finite & enabled
         self.updates.add_(going)
-        self.skipped.add_(~finite)
+        self._count_skip(finite, going)
         warmth = (self.updates / self.warmup_steps).clamp(max=1.0) if self.warmup_steps else 1.0
         self.lr.copy_(self.learning_rate * warmth)
         self.inner.found_inf = (~going).float()
@@ -73,16 +80,20 @@ class Optimiser:
         self.inner.step()
         return {
             "grad_norm": torch.where(finite, grad_norm, 0.0),
-            "clipped": (grad_norm > self.max_grad_norm).float(),
+            "clipped": (finite & (grad_norm > self.max_grad_norm)).float(),
             "skipped": (~finite).float(),
         }
+
+    def _count_skip(self, finite: Tensor, going: Tensor) -> None:
+        self.skipped.add_(~finite)
+        self.skipped_in_a_row.mul_(~going).add_(~finite)
+        torch.maximum(self.longest_row, self.skipped_in_a_row, out=self.longest_row)
 
     def state_dict(self) -> dict:
         return {
             "name": self.name,
             "inner": self.inner.state_dict(),
-            "updates": self.updates,
-            "skipped": self.skipped,
+            **{name: getattr(self, name) for name in COUNTS},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -99,8 +110,8 @@ class Optimiser:
             group.update(settings)
             for p in group["params"]:
                 self._match_layout(p)
-        self.updates.copy_(state["updates"])
-        self.skipped.copy_(state["skipped"])
+        for name in COUNTS:
+            getattr(self, name).copy_(state[name])
 
     def _match_layout(self, p: nn.Parameter) -> None:
         """Store moments in the parameter's memory order, as before saving: fused steps pair elements by storage."""

@@ -49,6 +49,28 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(name, fault):
     assert torch.isfinite(p).all() and not torch.equal(p, before)
 
 
+def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is():
+    """Something went wrong in it: nothing may be learned from the rest."""
+    p, optimiser = make("Laprop")
+    metrics = optimiser.update(p.sum() + math.inf)
+    assert torch.equal(p, torch.ones(4)) and metrics["skipped"] == 1 and metrics["clipped"] == 0
+
+
+def test_skips_in_a_row_are_counted_until_an_update_is_made(tmp_path):
+    """What stops a diverging run. An update that is left out for another reason neither counts nor ends the row."""
+    p, optimiser = make("Laprop")
+    seen = []
+    for kind in "bb.b-b.b":  # bad, good, switched off
+        enabled = torch.tensor(kind != "-")
+        optimiser.update((p * (math.nan if kind == "b" else 1.0)).sum(), enabled=enabled)
+        seen.append((optimiser.skipped_in_a_row.item(), optimiser.longest_row.item()))
+    assert seen == [(1, 1), (2, 2), (0, 2), (1, 2), (1, 2), (2, 2), (0, 2), (1, 2)]
+    torch.save(optimiser.state_dict(), tmp_path / "state.pt")
+    _, restored = make("Laprop")
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert (restored.skipped, restored.skipped_in_a_row, restored.longest_row) == (5, 1, 2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_disabled_updates_change_nothing(name):
     p, optimiser = make(name, weight_decay=0.1)
