@@ -25,9 +25,9 @@ class Optimiser:
         warmup_steps: the n-th update (from 1) uses min(1, n / warmup_steps) of the learning rate; 0 for none.
 
     Parameters marked `_no_weight_decay` are left out of weight decay.
-    Counts, 0-d tensors: `updates` made (they set the warm-up), `skipped` for what was not finite, how many of
-    those follow each other up to now (`skipped_in_a_row`; an update that was made ends the row), and the longest such row
-    since the count was last cleared (`longest_row`). `state_dict` holds them and the inner optimiser's state.
+    Counts, 0-d tensors: `updates` made (they set the warm-up), `skipped` for what was not finite, how many of those
+    follow each other up to now (`skipped_in_a_row`; an update that was made ends the row) and the longest such row
+    (`longest_row`). `state_dict` holds them and the inner optimiser's state.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class Optimiser:
             raise ValueError(f"Optimiser: name is {name!r}, expected 'Laprop' or 'Adam'")
 
     def update(self, loss: Tensor, enabled: Tensor | None = None) -> dict[str, Tensor]:
-        """Minimise a scalar loss by one step. `enabled` (0-d bool) False, or a loss or gradient that is not finite, skips
-        it.
+        """Minimise a scalar loss by one step, unless `enabled` (0-d bool) is False or loss or gradient are not finite.
 
         Returns the gradient norm before clipping, the share of clipped and of skipped updates (0 or 1), as 0-d tensors.
         """
