@@ -3,13 +3,14 @@
 A mixer's state is (conv_state, ssm_state): the last W inputs of its convolution, and the state of its scan, which stays
 in float32 (float64 for a float64 model) under autocast. Sequences start from zeros, unless the mixer says otherwise.
 
-Letters: B batch, W convolution width.
+Letters: B batch, L length of a row, D channels, W convolution width, S packed sequences, T rows of the longest of them.
 """
 
 import torch
 from torch import nn
 
-from mamba_ssm.ops.numerics import accumulate_dtype
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_varlen_states
+from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.utils.generation import InferenceParams
 
 Tensor = torch.Tensor
@@ -79,3 +80,29 @@ class RecurrentMixer(nn.Module):
 def readable(state: MixerState) -> MixerState:
     """The state as this pass reads it: a copy where backward will read it after it has been overwritten."""
     return tuple(tensor.clone() for tensor in state) if torch.is_grad_enabled() else state
+
+
+def check_packed_prompts(name: str, rows: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams) -> None:
+    """Refuse what can't fill a cache: rows (1, L, ...) must hold exactly the sequences that cu_seqlens (S+1) cuts, each
+    of at most max_seqlen rows. What the values of cu_seqlens decide is asserted on the device, without waiting."""
+    if rows.shape[0] != 1:
+        raise ValueError(f"{name}: cu_seqlens given with a batch of {rows.shape[0]}, expected one row")
+    if inference_params.seqlen_offset > 0:
+        offset = inference_params.seqlen_offset
+        raise ValueError(f"{name}: cu_seqlens given at seqlen_offset {offset}, expected 0: packed sequences start")
+    lengths, longest = cu_seqlens.diff(), inference_params.max_seqlen
+    fits = (lengths >= 0).all() & (lengths <= longest).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == rows.shape[1])
+    expected = f"to rise from 0 to L = {rows.shape[1]} by at most max_seqlen = {longest} at a time"
+    torch._assert_async(fits, f"{name}: cu_seqlens does not fit the row and the cache, expected it {expected}")
+
+
+def rows_of_packed(packed: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Packed sequences (1, D, L) in a row each, aligned to its end, zeros before them: (S, D, T = longest)."""
+    return causal_conv1d_varlen_states(packed[0].transpose(0, 1), cu_seqlens, longest)
+
+
+def packed_of_rows(rows: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
+    """The inverse of `rows_of_packed`: (S, D, T) -> (1, D, L = length)."""
+    sequence = packed_seq_idx(cu_seqlens, length).squeeze(0).long()                       # (L)
+    to_end = cu_seqlens[sequence + 1] - torch.arange(length, device=rows.device)          # (L), 1 at a sequence's end
+    return rows.transpose(1, 2)[sequence, rows.shape[2] - to_end].transpose(0, 1).unsqueeze(0)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mamba_ssm.distributed.tensor_parallel import column_linear, row_linear
-from mamba_ssm.modules.cache import MixerState, RecurrentMixer, readable
+from mamba_ssm.modules.cache import MixerState, RecurrentMixer, check_packed_prompts, readable
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
 from mamba_ssm.ops.causal_conv1d import (
     causal_conv1d_fn,
@@ -132,8 +132,8 @@ class Mamba2(RecurrentMixer):
         of sequences packed into B = 1 row.
 
         state (conv_state (B, d_ssm + 2GN, W), ssm_state (B, H, P, N)): the pass continues from it, it belongs to the
-        first row's seq_idx, and is left, in place and without gradient, as it is after the last row. inference_params:
-        the same with the state kept there; with cu_seqlens the S sequences start, and their S final states are kept.
+        first row's seq_idx, and is left, in place and without gradient, as it is after the last row; with cu_seqlens
+        the S sequences start, and their S final states are left. inference_params: the same with the state kept there.
         -> like u"""
         flat = seqlen is not None
         check_shape("Mamba2", "u", u, "(B, L, M), (B·L, M) with seqlen", (None,) * (2 - flat) + (self.d_model,))
@@ -143,7 +143,10 @@ class Mamba2(RecurrentMixer):
         if cu_seqlens is not None and seq_idx is None:
             seq_idx = packed_seq_idx(cu_seqlens, length)
         if inference_params is not None:
-            state = self.cached_state(inference_params, batch if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+            if cu_seqlens is not None:
+                check_packed_prompts("Mamba2", zxbcdt, cu_seqlens, inference_params)
+                batch = cu_seqlens.shape[0] - 1
+            state = self.cached_state(inference_params, batch)
         if state is None and self.use_mem_eff_path:
             y = self._one_operator(zxbcdt, seq_idx)
         elif state is not None and length == 1 and seq_idx is None:

@@ -1,6 +1,7 @@
 """Mamba's mixer: in_proj → causal convolution, SiLU → (Δ, B, C) from the row → selective scan → gate → out_proj.
 
-Letters: B batch, L length, M d_model, D = expand · M channels, N d_state, R dt_rank, W d_conv, S packed sequences.
+Letters: B batch, L length, M d_model, D = expand · M channels, N d_state, R dt_rank, W d_conv, S packed
+sequences.
 """
 
 import math
@@ -9,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mamba_ssm.modules.cache import MixerState, RecurrentMixer, readable
+from mamba_ssm.modules.cache import (
+    MixerState,
+    RecurrentMixer,
+    check_packed_prompts,
+    packed_of_rows,
+    readable,
+    rows_of_packed,
+)
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_window
 from mamba_ssm.ops.checks import check_choice, check_shape
@@ -93,18 +101,23 @@ class Mamba(RecurrentMixer):
         (S+1) integers: starts and end of sequences packed into B = 1 row.
 
         state (conv_state (B, D, W), ssm_state (B, D, N)): the pass continues from it, it belongs to the first row's
-        seq_idx, and is left, in place and without gradient, as it is after the last row. inference_params: the same
-        with the state kept there.   -> (B, L, M)"""
+        seq_idx, and is left, in place and without gradient, as it is after the last row; with cu_seqlens the S
+        sequences start, and their S final states are left. inference_params: the same with the state kept there.
+        -> (B, L, M)"""
         check_shape("Mamba", "hidden_states", hidden_states, "(B, L, d_model)", (None, None, self.d_model))
-        if cu_seqlens is not None:
-            if inference_params is not None:
-                raise ValueError("Mamba: cu_seqlens given with inference_params, expected one sequence in each row")
-            seq_idx = packed_seq_idx(cu_seqlens, hidden_states.shape[1]) if seq_idx is None else seq_idx
+        batch, longest = hidden_states.shape[:2]
+        if cu_seqlens is not None and seq_idx is None:
+            seq_idx = packed_seq_idx(cu_seqlens, longest)
         if inference_params is not None:
-            state = self.cached_state(inference_params, hidden_states.shape[0])
+            if cu_seqlens is not None:
+                check_packed_prompts("Mamba", hidden_states, cu_seqlens, inference_params)
+                batch, longest = cu_seqlens.shape[0] - 1, min(longest, inference_params.max_seqlen)
+            state = self.cached_state(inference_params, batch)
         if state is not None and hidden_states.shape[1] == 1 and seq_idx is None:
             return self.step(hidden_states, *state)[0]
         xz = self.in_proj(hidden_states).transpose(1, 2)                                  # (B, 2D, L)
+        if state is not None and cu_seqlens is not None:
+            return self._scan_packed(xz, seq_idx, cu_seqlens, longest, state)
         if state is not None or not self.use_fast_path:
             return self._scan(xz, seq_idx, state)
         return mamba_inner_fn(
@@ -116,19 +129,39 @@ class Mamba(RecurrentMixer):
         conv_state, ssm_state = (None, None) if state is None else readable(state)
         x, z = xz.chunk(2, dim=1)                                                         # (B, D, L) each
         window = None if state is None else causal_conv1d_window(x.detach(), self.d_conv, seq_idx, conv_state)
-        x = causal_conv1d_fn(
-            x, self.conv1d.weight.squeeze(1), self.conv1d.bias, seq_idx=seq_idx,
-            initial_states=None if state is None else conv_state[:, :, 1:], activation=self.activation,
-        )  # fmt: skip
-        dt, B, C = self._dt_B_C(x.transpose(1, 2))
-        y, last_state = selective_scan_fn(
-            x, dt.transpose(1, 2), self._A(), B.transpose(1, 2), C.transpose(1, 2), self.D, z, self.dt_proj.bias,
-            delta_softplus=True, return_last_state=True, seq_idx=seq_idx, initial_state=ssm_state,
-        )  # fmt: skip
+        inputs = self._scan_inputs(x, seq_idx, conv_state)
+        y, last_state = self._selective_scan(*inputs, z, seq_idx=seq_idx, initial_state=ssm_state)
         if state is not None:
             state[0].copy_(window)
             state[1].copy_(last_state.detach())
         return self.out_proj(y.transpose(1, 2))
+
+    def _scan_packed(
+        self, xz: Tensor, seq_idx: Tensor, cu_seqlens: Tensor, longest: int, state: MixerState
+    ) -> Tensor:
+        """Each sequence is scanned in a row of its own, aligned to its end: zeros before it leave the state at zero."""
+        x, z = xz.chunk(2, dim=1)                                                         # (1, D, L) each
+        state[0].copy_(rows_of_packed(x.detach(), cu_seqlens, self.d_conv))
+        inputs = (*self._scan_inputs(x, seq_idx, None), z)
+        y, last_state = self._selective_scan(*(rows_of_packed(part, cu_seqlens, longest) for part in inputs))
+        state[1].copy_(last_state.detach())
+        return self.out_proj(packed_of_rows(y, cu_seqlens, x.shape[2]).transpose(1, 2))
+
+    def _scan_inputs(self, x: Tensor, seq_idx: Tensor | None, conv_state: Tensor | None) -> tuple[Tensor, ...]:
+        """x (B, D, L) before the convolution -> x behind it and Δ (B, D, L), B and C (B, N, L)."""
+        x = causal_conv1d_fn(
+            x, self.conv1d.weight.squeeze(1), self.conv1d.bias, seq_idx=seq_idx,
+            initial_states=None if conv_state is None else conv_state[:, :, 1:], activation=self.activation,
+        )  # fmt: skip
+        return x, *(part.transpose(1, 2) for part in self._dt_B_C(x.transpose(1, 2)))
+
+    def _selective_scan(
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, **start: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """y (B, D, L) and the last state (B, D, N); start: seq_idx, initial_state."""
+        return selective_scan_fn(
+            x, dt, self._A(), B, C, self.D, z, self.dt_proj.bias, delta_softplus=True, return_last_state=True, **start
+        )
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One row: hidden_states (B, 1, M), the states as in `forward`, moved on in place.

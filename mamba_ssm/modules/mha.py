@@ -3,7 +3,7 @@
     out = softmax(q kᵀ · scale) v,   key j visible to query i if j <= i (causal) and both are of one piece of seq_idx
 
 Letters: B batch, L length, M embed_dim, H query heads, K key/value heads, P head_dim, T max_seqlen of the cache,
-W convolution width. With a process group every count but M is this rank's share.
+W convolution width, S packed sequences. With a process group every count but M is this rank's share.
 """
 
 import torch
@@ -13,7 +13,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mamba_ssm.distributed.tensor_parallel import column_linear, row_linear
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_window
+from mamba_ssm.modules.cache import check_packed_prompts
+from mamba_ssm.ops.causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    causal_conv1d_varlen_states,
+    causal_conv1d_window,
+)
 from mamba_ssm.ops.checks import check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx, sequence_pieces
 from mamba_ssm.utils.generation import InferenceParams
@@ -135,18 +141,24 @@ class MHA(nn.Module):
     ) -> Tensor:
         """x (B, L, M), or with seqlen = L (B·L, M), of which each rank holds its B·L/W rows if it is sequence-parallel;
         seq_idx (B, L) integers, rows of different index don't see each other; cu_seqlens (S+1) integers: starts and end
-        of sequences packed into B = 1 row. inference_params: the rows continue the cached ones.   -> like x"""
+        of sequences packed into B = 1 row. inference_params: the rows continue the cached ones; with cu_seqlens the S
+        sequences start, and fill S rows of the cache, each with its own length.   -> like x"""
         flat = seqlen is not None
         check_shape("MHA", "x", x, "(B, L, M), (B·L, M) with seqlen", (None,) * (2 - flat) + (self.embed_dim,))
         rows = self.in_proj(x)
         rows = rows.unflatten(0, (-1, seqlen)) if flat else rows                          # (B, L, (H + 2K)P + MLP)
-        if cu_seqlens is not None and seq_idx is None:
-            seq_idx = packed_seq_idx(cu_seqlens, rows.shape[1])
         qkv, mlp = rows.split([rows.shape[-1] - self.mlp_dim, self.mlp_dim], dim=-1)
         if inference_params is None:
+            if cu_seqlens is not None and seq_idx is None:
+                seq_idx = packed_seq_idx(cu_seqlens, rows.shape[1])
             context = self._attend_to_rows(qkv, seq_idx)
         else:
-            context = self._attend_to_cache(qkv, seq_idx, inference_params)
+            self._check_cached(seq_idx)
+            context = (
+                self._attend_to_cache(qkv, inference_params)
+                if cu_seqlens is None
+                else self._attend_to_packed(qkv, cu_seqlens, inference_params)
+            )
         if self.mlp_dim > 0:
             value, gate = mlp.chunk(2, dim=-1)
             context = torch.cat([context, value * F.silu(gate)], dim=-1)
@@ -162,19 +174,34 @@ class MHA(nn.Module):
             qkv = self._convolve(qkv.transpose(1, 2), seq_idx, None).transpose(1, 2)
         positions = torch.arange(qkv.shape[1], device=qkv.device).unsqueeze(0)            # (1, L)
         q, k, v = self._heads(qkv, positions)
-        visible = None
-        if seq_idx is not None:
-            pieces = sequence_pieces(seq_idx)
-            visible = pieces.unsqueeze(2) == pieces.unsqueeze(1)                          # (B, L, L)
-            if self.causal:
-                visible = visible & (positions.unsqueeze(2) >= positions.unsqueeze(1))
+        visible = None if seq_idx is None else self._visible(seq_idx)
         return self._attend(q, k, v, visible, is_causal=self.causal and visible is None)
 
-    def _attend_to_cache(self, qkv: Tensor, seq_idx: Tensor | None, inference_params: InferenceParams) -> Tensor:
+    def _visible(self, seq_idx: Tensor) -> Tensor:
+        """(B, L) -> (B, L, L), true where a row's query sees another's key."""
+        pieces = sequence_pieces(seq_idx)
+        visible = pieces.unsqueeze(2) == pieces.unsqueeze(1)
+        return visible.tril() if self.causal else visible
+
+    def _check_cached(self, seq_idx: Tensor | None) -> None:
         if seq_idx is not None:
-            raise ValueError("MHA: seq_idx or cu_seqlens given with a cache, expected one sequence in each of its rows")
+            raise ValueError("MHA: seq_idx given with a cache, expected one sequence in each of its rows")
         if not self.causal:
             raise ValueError("MHA: causal is false, expected true with a cache: earlier rows can't see later ones")
+
+    def _attend_to_packed(self, qkv: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams) -> Tensor:
+        seq_idx = packed_seq_idx(cu_seqlens, qkv.shape[1]).long()                         # (1, L)
+        check_packed_prompts("MHA", qkv, cu_seqlens, inference_params)
+        kv_cache, conv_state = self._cached(inference_params, cu_seqlens.shape[0] - 1)
+        if self.d_conv > 0:
+            conv_state.copy_(causal_conv1d_varlen_states(qkv[0].detach(), cu_seqlens, self.d_conv))
+            qkv = self._convolve(qkv.transpose(1, 2), seq_idx, None).transpose(1, 2)
+        positions = torch.arange(qkv.shape[1], device=qkv.device) - cu_seqlens[seq_idx]   # (1, L), in each sequence
+        q, k, v = self._heads(qkv, positions)
+        kv_cache[seq_idx, positions] = torch.stack([k, v], dim=2).detach().to(kv_cache.dtype)
+        return self._attend(q, k, v, self._visible(seq_idx), is_causal=False)
+
+    def _attend_to_cache(self, qkv: Tensor, inference_params: InferenceParams) -> Tensor:
         kv_cache, conv_state = self._cached(inference_params, qkv.shape[0])
         length, offset = qkv.shape[1], inference_params.seqlen_offset
         if self.d_conv > 0:

@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from mamba_ssm.ops.checks import check_integer, check_shape
+
 Tensor = torch.Tensor
 
 
@@ -25,7 +27,9 @@ def sequence_starts(seq_idx: Tensor) -> Tensor:
 
 
 def packed_seq_idx(cu_seqlens: Tensor, length: int) -> Tensor:
-    """seq_idx (1, L) of sequences packed into one row: cu_seqlens (S+1) holds their starts, and the end."""
+    """seq_idx (1, L) of sequences packed into one row: cu_seqlens (S+1) integers, their starts, and the end."""
+    check_shape("packed_seq_idx", "cu_seqlens", cu_seqlens, "(S+1)", (None,))
+    check_integer("packed_seq_idx", cu_seqlens=cu_seqlens)
     rows = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True).unsqueeze(0)
 

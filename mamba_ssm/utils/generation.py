@@ -31,6 +31,15 @@ class InferenceParams:
         if self.lengths_per_sample is not None:
             self.lengths_per_sample.zero_()
 
+    def advance(self, rows: int, cu_seqlens: Tensor | None = None) -> None:
+        """Count a pass over `rows` rows of each sequence. cu_seqlens (S+1): the pass was over S packed sequences, each
+        of which keeps a length of its own from then on."""
+        self.seqlen_offset += rows
+        if cu_seqlens is not None:
+            self.lengths_per_sample = cu_seqlens.diff()
+        elif self.lengths_per_sample is not None:
+            self.lengths_per_sample += rows
+
 
 class Streamer(Protocol):
     """What is told of each token as it comes: first of the prompt (B, L), then of each step's tokens (B)."""

@@ -53,6 +53,24 @@ def test_packed_prompts_equal_each_alone(name):
     assert_close(model(ids, seq_idx=torch.tensor([[0] * 4 + [1] * 5])).logits, want, 1e-10)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_prompts_then_steps_equal_each_alone(name):
+    """Prompts of different lengths in one row, then all of them a token at a time."""
+    model, lengths = make(name).double(), [4, 1, 7]
+    ids, nexts = torch.randint(0, 11, (1, 12)), torch.randint(0, 11, (3, 5))
+    params, packed = InferenceParams(max_seqlen=12, max_batch_size=3), torch.tensor([0, 4, 5, 12])
+    out = model(ids, inference_params=params, cu_seqlens=packed).logits
+    params.advance(12, packed)
+    stepped = []
+    for tokens in nexts.split(1, dim=1):
+        stepped.append(model(tokens, inference_params=params).logits)
+        params.advance(1)
+    for i, prompt in enumerate(ids.split(lengths, dim=1)):
+        got = torch.cat([out[:, packed[i] : packed[i + 1]], *(logits[i : i + 1] for logits in stepped)], dim=1)
+        assert_close(got, model(torch.cat([prompt, nexts[i : i + 1]], dim=1)).logits, 1e-10)
+
+
 def test_tied_weights_are_one_parameter():
     tied, untied = make("Mamba2"), make("hybrid")
     assert tied.lm_head.weight is tied.backbone.embedding.weight

@@ -76,9 +76,7 @@ def test_cached_rows_equal_the_whole_pass(name, on_device, cuts):
     for piece in x.split(cuts, dim=1):
         step = mha.step if piece.shape[1] == 1 else mha
         outs.append(step(piece, params))
-        params.seqlen_offset += piece.shape[1]
-        if on_device:
-            params.lengths_per_sample += piece.shape[1]
+        params.advance(piece.shape[1])
     assert_close(torch.cat(outs, dim=1), mha(x), 1e-12)
 
 
@@ -90,6 +88,32 @@ def test_pieces_equal_pieces_alone(name, causal):
     want = torch.cat([mha(piece) for piece in x.split([4, 1, 4], dim=1)], dim=1)
     assert_close(mha(x, seq_idx=torch.tensor([[0] * 4 + [1] + [0] * 4])), want, 1e-12)
     assert_close(mha(x, cu_seqlens=torch.tensor([0, 4, 5, 9])), want, 1e-12)
+
+
+@torch.no_grad()
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), first=st.integers(0, 2))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_prompts_then_steps_equal_each_alone(name, lengths, first):
+    """Each prompt fills a row of the cache from its first place on, and goes on at its own length."""
+    mha, count = make(name), len(lengths)
+    rows, nexts = draw(sum(lengths), batch=1), draw(4, batch=count, seed=7)
+    params = InferenceParams(max_seqlen=max(lengths) + 4, max_batch_size=first + count, batch_size_offset=first)
+    cache = mha.allocate_inference_cache(first + count, params.max_seqlen)
+    params.key_value_memory_dict[0] = tuple(None if t is None else t.fill_(9.0) for t in cache)  # stale values
+    packed = torch.tensor([0, *lengths]).cumsum(0)
+    out = mha(rows, params, cu_seqlens=packed)
+    params.advance(sum(lengths), packed)
+    params.lengths_per_sample = torch.cat([torch.full((first,), 99), params.lengths_per_sample])
+    stepped = []
+    for piece in nexts.split([1, 2, 1], dim=1):
+        stepped.append(mha(piece, params))
+        params.advance(piece.shape[1])
+    stepped = torch.cat(stepped, dim=1)
+    for i, piece in enumerate(rows.split(lengths, dim=1)):
+        alone = mha(torch.cat([piece, nexts[i : i + 1]], dim=1))
+        start = packed[i]
+        assert_close(torch.cat([out[:, start : start + lengths[i]], stepped[i : i + 1]], dim=1), alone, 1e-12)
 
 
 def test_gradients_reach_everything():
@@ -106,6 +130,10 @@ def test_no_host_sync():
     params = InferenceParams(8, 2, seqlen_offset=2, lengths_per_sample=torch.full((2,), 2))
     with NoHostSync():
         mha(x, seq_idx=torch.zeros(2, 4, dtype=torch.int32))
+        mha.step(x[:, :1], params)
+        params.seqlen_offset, packed = 0, torch.tensor([0, 1, 4])
+        mha(x[:1], params, cu_seqlens=packed)
+        params.advance(4, packed)
         mha.step(x[:, :1], params)
 
 

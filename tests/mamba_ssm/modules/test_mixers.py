@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mamba_ssm import InferenceParams, Mamba, Mamba2
 from mamba_ssm.modules.mamba2_simple import Mamba2Simple
+from mamba_ssm.modules.mha import MHA
 from mamba_ssm.testing import NoHostSync, assert_close
 
 
@@ -118,23 +119,57 @@ def test_inference_params_of_part_of_a_batch(mixer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in MIXERS if name not in ("mamba", "mamba2-simple")])
-def test_packed_sequences(name):
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(0, 19), min_size=1, max_size=4).filter(any), spare=st.integers(0, 9))
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "mamba2-simple"])
+def test_packed_prompts_then_steps_equal_each_alone(name, lengths, spare):
+    """One row of S prompts fills S rows of the cache; a prompt may be empty, the cache larger than the longest."""
     torch.manual_seed(0)
     mixer = MIXERS[name]().double()
-    starts, rows = [0, 4, 6, 13], draw(13, batch=1)
-    params = InferenceParams(max_seqlen=20, max_batch_size=3)
-    packed = torch.tensor(starts, dtype=torch.int32)
+    rows, nexts = draw(sum(lengths), batch=1), draw(2, batch=len(lengths), seed=7)
+    params = InferenceParams(max_seqlen=max(lengths) + spare, max_batch_size=len(lengths))
+    stale = (t.fill_(9.0) for t in mixer.allocate_inference_cache(len(lengths), None))
+    params.key_value_memory_dict[0] = tuple(stale)
+    packed = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     out = mixer(rows, cu_seqlens=packed, inference_params=params)
     assert_close(mixer(rows, cu_seqlens=packed), out, 1e-10)
-    params.seqlen_offset = 1
-    nexts = draw(1, batch=3, seed=7)
-    stepped = mixer(nexts, inference_params=params)
-    for i in range(3):
-        piece = torch.cat([rows[0, starts[i] : starts[i + 1]], nexts[i]]).unsqueeze(0)
-        alone = mixer(piece)
-        assert_close(out[:, starts[i] : starts[i + 1]], alone[:, :-1], 1e-10)
-        assert_close(stepped[i], alone[0, -1:], 1e-10)
+    params.advance(sum(lengths), packed)
+    stepped = torch.cat([mixer(row, inference_params=params) for row in nexts.split(1, dim=1)], dim=1)
+    for i, piece in enumerate(rows.split(lengths, dim=1)):
+        alone = mixer(torch.cat([piece, nexts[i : i + 1]], dim=1))
+        start = packed[i]
+        assert_close(torch.cat([out[:, start : start + lengths[i]], stepped[i : i + 1]], dim=1), alone, 1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in MIXERS if name != "mamba2-simple"])
+def test_packed_prompts_have_the_gradients_of_each_alone(name):
+    torch.manual_seed(0)
+    mixer = MIXERS[name]().double()
+    rows, packed = draw(9, batch=1).requires_grad_(), torch.tensor([0, 4, 5, 9])
+    out = mixer(rows, cu_seqlens=packed, state=mixer.allocate_inference_cache(3, None))
+    want = torch.cat([mixer(piece) for piece in rows.split([4, 1, 4], dim=1)], dim=1)
+    wanted = [rows, *mixer.parameters()]
+    for got, expected in zip(*(torch.autograd.grad(y.square().sum(), wanted) for y in (out, want)), strict=True):
+        assert_close(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize("cuts, offset, batch, message", [
+    ([0, 4, 9], 3, 1, r"cu_seqlens given at seqlen_offset 3, expected 0"),
+    ([0, 4, 9], 0, 2, "cu_seqlens given with a batch of 2, expected one row"),
+    ([[0, 9]], 0, 1, r"cu_seqlens has shape \(1, 2\), expected \(S\+1\)"),
+    ([0, 2, 9], 0, 1, "cu_seqlens does not fit .* from 0 to L = 9 by at most max_seqlen = 6 at a time"),
+    ([0, 4, 8], 0, 1, "cu_seqlens does not fit"),
+    ([1, 4, 9], 0, 1, "cu_seqlens does not fit"),
+    ([0, 5, 4, 9], 0, 1, "cu_seqlens does not fit"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "mha"])
+def test_packed_prompts_that_do_not_fit_are_refused(name, cuts, offset, batch, message):
+    layer = MHA(8, 2, causal=True, layer_idx=0).double() if name == "mha" else MIXERS[name]().double()
+    params = InferenceParams(max_seqlen=6, max_batch_size=len(cuts) - 1, seqlen_offset=offset)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        layer(draw(9, batch=batch), cu_seqlens=torch.tensor(cuts), inference_params=params)
+    with pytest.raises(TypeError, match=r"cu_seqlens has dtype torch\.float32, expected an integer"):
+        layer(draw(9, batch=1), cu_seqlens=torch.tensor([0.0, 4.0, 9.0]), inference_params=params)
 
 
 def test_one_operator_equals_parts_with_gradients(mixer):
@@ -193,6 +228,10 @@ def test_no_host_sync(mixer):
     with NoHostSync():
         mixer(rows, seq_idx=torch.zeros(2, 6, dtype=torch.int64), state=state)
         mixer.step(rows[:, :1], *state)
+        params = InferenceParams(max_seqlen=6, max_batch_size=2)
+        mixer(rows[:1], cu_seqlens=torch.tensor([0, 2, 6]), inference_params=params)
+        params.advance(6, torch.tensor([0, 2, 6]))
+        mixer(rows[:, :1], inference_params=params)
         with torch.enable_grad():
             mixer(rows).sum().backward()
 
@@ -257,7 +296,6 @@ def test_options_of_construction():
     (lambda: Mamba2(8, headdim=4)(torch.zeros(2, 8)), r"u has shape \(2, 8\), expected \(B, L, M\)"),
     (lambda: Mamba(8).step(torch.zeros(2, 2, 8), None, None), r"hidden_states has shape \(2, 2, 8\)"),
     (lambda: Mamba(8)(torch.zeros(2, 3, 8), InferenceParams(3, 2)), "layer_idx is None"),
-    (lambda: Mamba(8)(torch.zeros(1, 3, 8), InferenceParams(3, 2), cu_seqlens=torch.tensor([0, 3])), "one sequence in"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
