@@ -140,7 +140,7 @@ class Workers:
 
 @contextlib.contextmanager
 def mps(wanted: bool) -> Iterator[dict[str, str]]:
-    """The environment for the workers; if `wanted`, the Multi-Process Service runs meanwhile, in a folder of its own."""
+    """The environment for the workers; if `wanted`, the Multi-Process Service runs meanwhile in its own folder."""
     if not wanted:
         yield dict(os.environ)
         return

@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from benchmarks.packing import why_no_mps
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -14,6 +19,7 @@ def pack(out, *words):
     return subprocess.run([*command, *words, *tiny], cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side(tmp_path):
     out = tmp_path / "folder" / "packing.json"
     done = pack(out, "--runs", "1,2")
@@ -26,6 +32,13 @@ def test_two_runs_side_by_side(tmp_path):
     assert report["hardware"] and report["env"] == "Toy/Catch-v0"
 
 
+def test_what_keeps_from_measuring_mps(monkeypatch, tmp_path):
+    assert why_no_mps(torch.device("cpu")) == "the device is cpu"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "is not on this machine's PATH" in why_no_mps(torch.device("cuda"))
+
+
+@pytest.mark.slow
 def test_a_worker_that_fails_is_reported(tmp_path):
     out = tmp_path / "packing.json"
     done = pack(out, "--runs", "1", "--BasicSettings.Env_name", "Toy/Nothing-v0")
