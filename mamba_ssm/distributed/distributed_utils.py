@@ -34,7 +34,7 @@ def reduce_scatter_raw(rows: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def all_reduce_raw(tensor: Tensor, process_group: ProcessGroup) -> Tensor:
-    """The sum over ranks in a new tensor, without gradient."""
+    """(...) on each rank -> the sum over ranks (...) in a new tensor, without gradient."""
     out = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=process_group)
     return out
@@ -94,12 +94,12 @@ def reduce_scatter(rows: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, process_group: ProcessGroup) -> Tensor:
-    """The sum over ranks, on all of them; each rank's gradient is the result's."""
+    """(...) on each rank -> the sum over ranks (...) on all of them; each rank's gradient is the result's."""
     return _AllReduce.apply(tensor, process_group)
 
 
 def copy_to_group(tensor: Tensor, process_group: ProcessGroup) -> Tensor:
-    """A tensor that is the same on all ranks, before each computes its own part from it: gradients are summed."""
+    """(...), the same on all ranks, before each computes its own part from it: gradients are summed.   -> (...)"""
     return _CopyToGroup.apply(tensor, process_group)
 
 

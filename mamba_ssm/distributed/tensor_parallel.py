@@ -59,7 +59,7 @@ class ColumnParallelLinear(nn.Linear):
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `parallel_linear_func`."""
+        """x (..., in), or this rank's rows (B·L/W, in) with sequence_parallel -> (..., out) of this rank, all rows"""
         return parallel_linear_func(x, self.weight, self.bias, self.process_group, self.sequence_parallel)
 
 
@@ -188,7 +188,9 @@ class ParallelEmbeddings(nn.Module):
             else None
         )
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, combine_batch_seqlen_dim: bool = False):
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, combine_batch_seqlen_dim: bool = False
+    ) -> Tensor:
         """input_ids (B, L) integers; position_ids (B, L), None: 0..L-1.
         -> (B, L, M), or (B·L, M) with combine_batch_seqlen_dim, of which sequence parallelism leaves B·L/W rows"""
         embeddings = self.word_embeddings(input_ids)                                      # (B, L, M)

@@ -226,7 +226,7 @@ class MambaLMHeadModel(nn.Module, GenerationMixin):
         return CausalLMOutput(self.lm_head(hidden_states))
 
     def generate(self, input_ids: Tensor, max_length: int, **kwargs) -> GenerationOutput | Tensor:
-        """`GenerationMixin.generate` that never chooses the padding behind the vocabulary."""
+        """`GenerationMixin.generate` that never chooses the padding behind the vocabulary: (B, L) -> (B, T)."""
         return super().generate(input_ids, max_length, **{"vocab_size": self.config.vocab_size, **kwargs})
 
     @classmethod

@@ -18,10 +18,11 @@ class RecurrentState:
 
     @property
     def batch_size(self) -> int:
+        """B."""
         return self.layers[0][0].shape[0]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors, in a fixed order: what a checkpoint keeps."""
+        """All tensors (B, ...), in a fixed order: what a checkpoint keeps."""
         return [tensor for layer in self.layers for tensor in layer]
 
     def reset_rows(self, mask: Tensor) -> None:
@@ -35,7 +36,7 @@ class RecurrentState:
             tensor.zero_()
 
     def copy_(self, tensors: "RecurrentState | Iterable[Tensor]") -> None:
-        """Take over another state's values, or those of tensors in the order of `tensors()`, in place."""
+        """Take over another state's values, or those of tensors (B, ...) in the order of `tensors()`, in place."""
         source = tensors.tensors() if isinstance(tensors, RecurrentState) else tensors
         for mine, theirs in zip(self.tensors(), source, strict=True):
             mine.copy_(theirs)

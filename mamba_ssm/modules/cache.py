@@ -59,7 +59,7 @@ class RecurrentMixer(nn.Module):
             ssm_state.copy_(start.detach())
 
     def cached_state(self, inference_params: InferenceParams, batch_size: int) -> MixerState:
-        """This layer's rows of the cache, made if missing; started anew at seqlen_offset 0."""
+        """This layer's rows of the cache (B, ...), made if missing; started anew at seqlen_offset 0."""
         if self.layer_idx is None:
             raise ValueError(f"{type(self).__name__}: layer_idx is None, expected the layer's number to find its cache")
         cache = inference_params.key_value_memory_dict
@@ -78,7 +78,7 @@ class RecurrentMixer(nn.Module):
 
 
 def readable(state: MixerState) -> MixerState:
-    """The state as this pass reads it: a copy where backward will read it after it has been overwritten."""
+    """The state (B, ...) as this pass reads it: a copy where backward will read it after it has been overwritten."""
     return tuple(tensor.clone() for tensor in state) if torch.is_grad_enabled() else state
 
 

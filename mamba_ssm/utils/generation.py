@@ -42,11 +42,13 @@ class InferenceParams:
 
 
 class Streamer(Protocol):
-    """What is told of each token as it comes: first of the prompt (B, L), then of each step's tokens (B)."""
+    """What is told of each token as it comes."""
 
-    def put(self, tokens: Tensor) -> None: ...
+    def put(self, tokens: Tensor) -> None:
+        """The next tokens, on the CPU: the prompt (B, L) at first, then (B)."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """No more will come."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
 
 
 def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
-    """Keep the fewest likeliest tokens that reach probability top_p together, in place; 0 and 1: all."""
+    """Keep the fewest likeliest tokens that reach probability top_p in logits (..., V), in place; 0 and 1: all."""
     if top_p <= 0.0 or top_p >= 1.0:
         return
     ordered, indices = logits.sort(dim=-1, descending=True)
@@ -74,7 +76,7 @@ def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
 
 
 def modify_logits_for_min_p_filtering(logits: Tensor, min_p: float) -> None:
-    """Set tokens less likely than min_p times the likeliest to -inf, in place; 0: none, 1: all but the likeliest."""
+    """Set tokens less likely than min_p times the likeliest to -inf in logits (..., V), in place; 0: none."""
     if min_p <= 0.0:
         return
     log_probability = logits.log_softmax(dim=-1)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 
 import pytest
 
@@ -36,6 +37,8 @@ NAMES = {
     "distributed.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding ParallelEmbeddings",
     "distributed.distributed_utils": "all_gather reduce_scatter all_reduce sync_shared_params",
 }  # fmt: skip
+
+SHAPE_OR_REFERENCE = re.compile(r"\((\.\.\.|[A-Z])[^()]*\)|`\w+`")
 
 SIGNATURES = {
     "ops.selective_scan_interface:selective_scan_fn selective_scan_ref":
@@ -88,6 +91,18 @@ def test_names_are_there_and_documented(module):
     for name in NAMES[module].split():
         assert inspect.getdoc(getattr(load(module), name)), f"{module}.{name} has no docstring"
     assert load(module).__doc__
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_docstrings_say_shapes(module):
+    """What takes a tensor says its shape, or names the function that says it."""
+    for name in NAMES[module].split():
+        thing = getattr(load(module), name)
+        function = getattr(thing, "forward", None) if inspect.isclass(thing) else thing
+        annotations = [] if function is None else inspect.signature(function).parameters.values()
+        if not any("Tensor" in str(parameter.annotation) for parameter in annotations):
+            continue
+        assert SHAPE_OR_REFERENCE.search(inspect.getdoc(function)), f"{module}.{name} does not say what shapes it takes"
 
 
 @pytest.mark.parametrize("where", SIGNATURES)

@@ -116,7 +116,7 @@ def ssd_chunk_scan_combined_ref(
     return_final_states: bool = False,
     return_varlen_states: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The judge of every other form: one row after the other; chunk_size plays no part in it."""
+    """The judge of `mamba_chunk_scan_combined`: one row after the other; chunk_size plays no part in it."""
     arguments = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens)
     _check_chunk_scan(*arguments, return_varlen_states)
     with without_autocast(x):

@@ -36,7 +36,7 @@ def state_passing(
 def state_passing_ref(
     states: Tensor, dA_chunk: Tensor, initial_states: Tensor | None = None, pieces: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The judge: each entering state as a sum over all chunks before it."""
+    """The judge of `state_passing`: each entering state as a sum over all chunks before it."""
     batch, chunks, *rest = states.shape
     initial = states.new_zeros(batch, *rest) if initial_states is None else initial_states
     added = torch.cat([initial.unsqueeze(1), states], dim=1)                              # (B, 1+K, H, P, N)
