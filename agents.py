@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sub_models.compilation import compiled
 from sub_models.functions_losses import (
     SymlogTwoHot,
     categorical_entropy,
@@ -244,19 +245,38 @@ class ActorCriticAgent(nn.Module):
         Policy loss −log π(a) · sg(advantage / max(1, S)); critic: two-hot to sg(R) and to the return of the slow
         critic.
         """
+        loss, metrics = self._loss(rollout)
+        metrics |= self.optimiser.update(loss)
+        self._after_update(rollout)
+        return self._metrics(rollout, metrics)
+
+    def compile_parts(self) -> None:
+        """Fuse what an update is made of; parameters and the names of the state stay as they are."""
+        self._loss = compiled(self._loss)
+        self._after_update = compiled(self._after_update)
+
+    def _loss(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of a whole rollout, and its parts as detached 0-d tensors; moves the return scale."""
         value_logits = self._value_logits(self.critic, rollout.feature)  # (B, H+1, N)
-        target, slow_target = self._targets(rollout, self.value_code.decode(value_logits).detach())
+        value = self.value_code.decode(value_logits).detach()
+        target, slow_target = self._targets(rollout, value)
         scale = self.return_scale.update(target, rollout.weight)
-        advantage = self._advantage(value_logits, target, scale)
+        advantage = (target - value[:, :-1]) / scale
 
         params = self.policy(rollout.feature[:, :-1])
         log_prob = self.actions.log_prob(params, rollout.action)
         policy_loss = masked_mean(-log_prob * advantage, rollout.weight)
         entropy = masked_mean(self.actions.entropy(params), rollout.weight)
         value_loss = self._value_loss(value_logits[:, :-1], target, slow_target, rollout.weight)
-        metrics = self.optimiser.update(policy_loss + value_loss - self.entropy_coef * entropy)
-        self._after_update(rollout)
-        return self._metrics(rollout, target, scale, policy_loss, value_loss, entropy, metrics)
+        loss = policy_loss + value_loss - self.entropy_coef * entropy
+        metrics = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "return": masked_mean(target, rollout.weight),
+            "return_scale": scale,
+        }
+        return loss, metrics
 
     # --- shared by both agents ---
 
@@ -272,11 +292,6 @@ class ActorCriticAgent(nn.Module):
             lambda_return(rollout.reward, rollout.termination, v, self.gamma, self.lam) for v in (value, slow_value)
         )
 
-    @torch.no_grad()
-    def _advantage(self, value_logits: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-        """(B, H+1, N), (B, H), () -> (B, H)."""
-        return (target - self.value_code.decode(value_logits)[:, :-1]) / scale
-
     def _value_loss(self, logits: Tensor, target: Tensor, slow_target: Tensor, weight: Tensor) -> Tensor:
         return masked_mean(self.value_code.loss(logits, target) + self.value_code.loss(logits, slow_target), weight)
 
@@ -290,27 +305,13 @@ class ActorCriticAgent(nn.Module):
         torch._foreach_lerp_(slow, fast, 1.0 - SLOW_CRITIC_DECAY)
         self.feature_norm.update(rollout.feature[:, :-1], rollout.weight)
 
-    def _metrics(
-        self,
-        rollout: Rollout,
-        target: Tensor,
-        scale: Tensor,
-        policy_loss: Tensor,
-        value_loss: Tensor,
-        entropy: Tensor,
-        optimiser_metrics: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
+    def _metrics(self, rollout: Rollout, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         metrics = {
-            "policy_loss": policy_loss,
-            "value_loss": value_loss,
-            "entropy": entropy,
-            "return": masked_mean(target, rollout.weight),
-            "return_scale": scale,
+            **metrics,
             "imagined_reward": masked_mean(rollout.reward, rollout.weight),
             "alive": rollout.weight.mean(),
-            **optimiser_metrics,
         }
-        return {f"agent/{name}": value.detach() for name, value in metrics.items()}
+        return {f"agent/{name}": value for name, value in metrics.items()}
 
 
 class PPOAgent(ActorCriticAgent):
@@ -344,14 +345,11 @@ class PPOAgent(ActorCriticAgent):
         """
         going = torch.ones((), dtype=torch.bool, device=rollout.reward.device)
         history: list[dict[str, Tensor]] = []
-        scale = None
-        for _ in range(self.num_epochs):
-            with torch.no_grad():
-                value_logits = self._value_logits(self.critic, rollout.feature)
-                target, slow_target = self._targets(rollout, self.value_code.decode(value_logits))
-                if scale is None:
-                    scale = self.return_scale.update(target, rollout.weight)
-                advantage = self._advantage(value_logits, target, scale)
+        for epoch in range(self.num_epochs):
+            target, slow_target, value = self._judge(rollout)
+            if epoch == 0:
+                scale = self.return_scale.update(target, rollout.weight)
+            advantage = (target - value) / scale
             steps = [
                 x.flatten(0, 1)
                 for x in (
@@ -366,16 +364,27 @@ class PPOAgent(ActorCriticAgent):
             ]  # (B·H, ...) each
             order = torch.rand(steps[2].shape, device=going.device).argsort()
             for index in order.split(self.minibatch):
-                going, metrics = self._update_minibatch([x[index] for x in steps], going)
+                loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
+                metrics |= self.optimiser.update(loss, enabled=going)
                 history.append(metrics)
         self._after_update(rollout)
         mean = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
-        return self._metrics(
-            rollout, target, scale, mean.pop("policy_loss"), mean.pop("value_loss"), mean.pop("entropy"), mean
-        )
+        mean |= {"return": masked_mean(target, rollout.weight), "return_scale": scale}
+        return self._metrics(rollout, mean)
 
-    def _update_minibatch(self, steps: list[Tensor], going: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """One clipped update, unless training was stopped; returns the flag that says whether to go on, and metrics."""
+    def compile_parts(self) -> None:
+        self._judge = compiled(self._judge)
+        self._minibatch_loss = compiled(self._minibatch_loss)
+        self._after_update = compiled(self._after_update)
+
+    @torch.no_grad()
+    def _judge(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        """λ-returns with the critic's and with the slow critic's values, and the critic's values.   -> (B, H) each."""
+        value = self.value_code.decode(self._value_logits(self.critic, rollout.feature))  # (B, H+1)
+        return *self._targets(rollout, value), value[:, :-1]
+
+    def _minibatch_loss(self, steps: list[Tensor], going: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Clipped loss of a minibatch, its parts as detached 0-d tensors, and the flag that says whether to go on."""
         feature, action, old_log_prob, weight, advantage, target, slow_target = steps
         params = self.policy(feature)
         log_ratio = self.actions.log_prob(params, action) - old_log_prob
@@ -389,8 +398,7 @@ class PPOAgent(ActorCriticAgent):
             clip_fraction = masked_mean(((ratio - 1).abs() > self.epsilon_clip).float(), weight)
             going = going & (approximate_kl <= self.kl_threshold)
         loss = policy_loss + self.critic_coef * value_loss - self.entropy_coef * entropy
-        metrics = self.optimiser.update(loss, enabled=going)
-        metrics |= {
+        metrics = {
             "policy_loss": policy_loss.detach(),
             "value_loss": value_loss.detach(),
             "entropy": entropy.detach(),
@@ -398,7 +406,7 @@ class PPOAgent(ActorCriticAgent):
             "clip_fraction": clip_fraction,
             "stopped_early": (~going).float(),
         }
-        return going, metrics
+        return loss, metrics, going
 
 
 def build_agent(

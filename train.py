@@ -4,6 +4,7 @@ model.
     python train.py --config config_files/quickstart.yaml
     python train.py --BasicSettings.Env_name ALE/Boxing-v5 --Models.WorldModel.Backbone Mamba
     python train.py --resume runs/<run>
+    python train.py --debug-batch runs/<run>/faults/<step>/batch.pt
 
 `python train.py --help` lists every key of the configuration.
 """
@@ -16,7 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,13 +28,14 @@ from envs.collector import Collector
 from envs.common import EnvironmentOutputError, UnusableEnvironment
 from envs.parallel import VectorEnv, WorkerFailed
 from envs.spaces import describe_spaces
-from eval import evaluate
+from eval import build_from, evaluate
 from mamba_ssm.ops.tiers import use_tier
 from replay_buffer import Batch, ReplayBuffer, ReplayFileError
 from sub_models.acting import build_actor
 from sub_models.cuda_graph import CapturedStep
 from sub_models.world_models import WorldModel, build_world_model
 from tools.checkpoints import Checkpoint, CheckpointError, read_model
+from tools.divergence import Diverged, DivergenceWatch, check_fits, examine, read_fault
 from tools.doctor import check_kernels, doctor
 from tools.pictures import open_loop_picture, reconstruction_picture
 from tools.run import EPISODE_RETURN, Run, RunError, open_run
@@ -44,6 +47,7 @@ from utils import (
     get_rng_state,
     isolated_rng,
     load_config,
+    override_config,
     resolve_device,
     seed_everything,
     set_rng_state,
@@ -109,7 +113,8 @@ def train(run: Run) -> None:
         world_model, agent, replay = build(config, env, device)
         actor = build_actor(config, world_model, agent)
         collector = Collector(env, actor)
-        update_world_model, update_agent = training_steps(config, world_model, agent, replay)
+        watch = DivergenceWatch(run, world_model, agent, replay, spaces_of(env))
+        update_world_model, update_agent = training_steps(config, world_model, agent, replay, watch)
         step = restore(run, world_model, agent, replay, collector)
         training, schedule = config.JointTrainAgent, Schedule(config)
         finished = step >= schedule.total_steps
@@ -130,7 +135,7 @@ def train(run: Run) -> None:
                 run.log(step, {EPISODE_RETURN: episode.episode_return, "episode/length": episode.episode_length})
             finished = step >= schedule.total_steps or run.stop_requested
             if schedule.log(step):
-                run.flush(step)
+                watch.stop_if_diverged(step, run.flush(step))
             if schedule.evaluate(step):
                 evaluation = evaluate(world_model, agent, config, seed=step)
                 run.log(step, evaluation.metrics())
@@ -175,25 +180,41 @@ def build(config: Config, env: VectorEnv, device: torch.device) -> tuple[WorldMo
         beta=training.Beta,
     )
     if basic.Compile and device.type == "cuda":
-        world_model.compile_stacks()
+        world_model.compile_parts()
+        agent.compile_parts()
     return world_model, agent, replay
 
 
 def training_steps(
-    config: Config, world_model: WorldModel, agent: ActorCriticAgent, replay: ReplayBuffer
+    config: Config,
+    world_model: WorldModel,
+    agent: ActorCriticAgent,
+    replay: ReplayBuffer,
+    watch: DivergenceWatch | None = None,
 ) -> tuple[CapturedStep, CapturedStep]:
-    """The two updates, each with its replay sampling; on a GPU each is one CUDA graph."""
+    """The two updates, each with its replay sampling; on a GPU each is one CUDA graph. `watch` None: none looks on."""
     horizon, graphs = config.JointTrainAgent.ImagineBatchLength, config.BasicSettings.Use_cg
 
+    def watched(part: str, batch: Batch, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return metrics if watch is None else watch.keep(part, batch, metrics)
+
+    def learn_world_model(batch: Batch) -> dict[str, torch.Tensor]:
+        return watched("world_model", batch, world_model.update(batch))
+
     def learn_behaviour(contexts: Batch) -> dict[str, torch.Tensor]:
-        return agent.update(world_model.imagine(agent, contexts, horizon))
+        return watched("agent", contexts, agent.update(world_model.imagine(agent, contexts, horizon)))
 
     def captured(learn: Callable[[Batch], dict[str, torch.Tensor]], sample: Callable[[], Batch]) -> CapturedStep:
         if replay.device == world_model.device:  # sampling is part of the graph
             return CapturedStep(lambda: learn(sample()), world_model.device, graphs)
         return CapturedStep(lambda batch: learn(Batch(*batch)), world_model.device, graphs, inputs=sample)
 
-    return captured(world_model.update, replay.sample_sequences), captured(learn_behaviour, replay.sample_contexts)
+    return captured(learn_world_model, replay.sample_sequences), captured(learn_behaviour, replay.sample_contexts)
+
+
+def spaces_of(env: VectorEnv) -> dict:
+    """What a saved model says about its environment."""
+    return describe_spaces(env.observation_space, env.action_space)
 
 
 def save(
@@ -205,7 +226,7 @@ def save(
         model={
             "world_model": world_model.state_dict(),
             "agent": agent.state_dict(),
-            "spaces": describe_spaces(collector.env.observation_space, collector.env.action_space),
+            "spaces": spaces_of(collector.env),
         },
         train={
             "world_model_optimiser": world_model.optimiser.state_dict(),
@@ -268,12 +289,26 @@ def check_start(config: Config) -> None:
         read_model(config.BasicSettings.SavePath)
 
 
+def debug_batch(path: str, given: Mapping[str, Any]) -> None:
+    """Repeat the update that ended a run, and print which tensors are not finite."""
+    fault = read_fault(path)
+    saved = read_model(fault.model)
+    config = override_config(config_from_dict(saved.config), given)
+    basic = config.BasicSettings
+    world_model, agent = build_from(saved, config, resolve_device(basic.Device))
+    check_fits(fault, world_model, (basic.ImageSize, basic.ImageSize, basic.ImageChannel))
+    print(examine(fault, world_model, agent, config.JointTrainAgent.ImagineBatchLength))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
     try:
         command = load_config(argv, "train.py")
         if command.doctor:
             return doctor(command.config)
+        if command.debug_batch is not None:
+            debug_batch(command.debug_batch, command.given)
+            return 0
         if command.resume is None:
             check_start(command.config)
         with use_tier(command.config.BasicSettings.Kernels), open_run(command.config, command.resume) as run:
@@ -281,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RunError, CheckpointError, ReplayFileError, EnvironmentOutputError, WorkerFailed) as error:
+    except (RunError, CheckpointError, ReplayFileError, EnvironmentOutputError, WorkerFailed, Diverged) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

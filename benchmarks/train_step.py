@@ -4,8 +4,9 @@
     [--Section.Key V]
 
 Variants are compared in one run: `eager` launches every kernel from Python, `graph` replays captured CUDA graphs,
-`compile` compiles the convolution stacks; on a CPU there is only `eager`. Figures are medians over `--steps` repeats
-after warm-up, launched from Python and waited for. JSON goes to benchmarks/results/.
+`compile` re-lays the convolutions and compiles the parts of an update and of an imagined step; on a CPU there is only
+`eager`. Figures are medians over `--steps` repeats after warm-up, launched from Python and waited for; `prepare_s` is
+the time that warm-up, compilation and capture took. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -38,9 +39,12 @@ VARIANTS = [("Mamba2", "AC"), ("Mamba", "AC"), ("Transformer", "AC"), ("Mamba2",
 
 
 def timed(function: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
-    """Median, fastest and slowest of `steps` calls in ms, each waited for, after warm-up and capture."""
+    """Median, fastest and slowest of `steps` calls in ms, each waited for, after warm-up and capture, which take
+    `prepare_s` seconds."""
+    start = time.perf_counter()
     for _ in range(WARMUP_CALLS + 2):
         function()
+    prepare = time.perf_counter() - start
     samples = []
     for _ in range(steps):
         if device.type == "cuda":
@@ -50,10 +54,10 @@ def timed(function: Callable[[], object], device: torch.device, steps: int) -> d
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         samples.append(1e3 * (time.perf_counter() - start))
-    return {"median_ms": statistics.median(samples), "min_ms": min(samples), "max_ms": max(samples)}
+    return {"median_ms": statistics.median(samples), "min_ms": min(samples), "max_ms": max(samples), "prepare_s": prepare}
 
 
-def profiled(function: Callable[[], object], top: int = 12) -> dict[str, object]:
+def profiled(function: Callable[[], object], top: int = 40) -> dict[str, object]:
     """Kernels of one call: how many, how long the GPU was busy (ms), and the longest by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
@@ -69,6 +73,7 @@ def profiled(function: Callable[[], object], top: int = 12) -> dict[str, object]
 
 def measure(config: Config, steps: int, profile: bool) -> dict[str, dict[str, float] | float]:
     """Times of every part of a step under one configuration."""
+    torch.compiler.reset()
     device = resolve_device(config.BasicSettings.Device)
     seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
     training, graphs = config.JointTrainAgent, config.BasicSettings.Use_cg

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
 from mamba_ssm.ops.triton.layer_norm import RMSNorm
+from sub_models.compilation import compiled
 from sub_models.functions_losses import (
     SymlogTwoHot,
     categorical_entropy,
@@ -32,6 +33,7 @@ from sub_models.functions_losses import (
     uniform_mix_logits,
 )
 from sub_models.optimiser import Optimiser
+from sub_models.space_to_depth import can_relay, run_relaid
 from sub_models.transformer_model import StochasticTransformer
 
 if TYPE_CHECKING:
@@ -153,10 +155,13 @@ class Encoder(nn.Module):
             layers += [nn.Conv2d(c_in, c_out, kernel, stride, border), image_norm(norm, c_out), ACTIVATIONS[act]()]
         self.layers = nn.Sequential(*layers)
         self.embed_dim = math.prod(sizes.inner_size)
+        self.can_relay = can_relay(layers, *image_size[1:])
+        self.relaid = False  # computed on blocks of pixels
         self.apply(init_truncated_normal)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.layers(image).flatten(1)
+        embed = run_relaid(self.layers, image) if self.relaid else self.layers(image)
+        return embed.flatten(1)
 
 
 class Decoder(nn.Module):
@@ -194,10 +199,13 @@ class Decoder(nn.Module):
         if final_sigmoid:
             layers.append(nn.Sigmoid())
         self.layers = nn.Sequential(*layers)
+        self.can_relay = can_relay(layers, *image_size[1:])
+        self.relaid = False  # computed on blocks of pixels
         self.apply(init_truncated_normal)
 
     def forward(self, stoch: Tensor) -> Tensor:
-        return self.layers(self.linear(stoch).unflatten(-1, self.inner_size))
+        inner = self.linear(stoch).unflatten(-1, self.inner_size)
+        return run_relaid(self.layers, inner) if self.relaid else self.layers(inner)
 
 
 class MLPHead(nn.Module):
@@ -317,10 +325,19 @@ class WorldModel(nn.Module):
 
     # --- learning ---
 
-    def compile_stacks(self) -> None:
-        """Compile the convolution stacks, where most of an update's time goes; state dicts keep their names."""
-        self.encoder.compile(dynamic=False)
-        self.decoder.compile(dynamic=False)
+    def compile_parts(self) -> None:
+        """Fuse what updates and imagined steps are made of; parameters and the names of the state stay as they are.
+
+        The convolutions run on blocks of pixels (see `space_to_depth`), loss and imagination through torch.compile.
+        """
+        for stack in (self.encoder, self.decoder):
+            stack.relaid = stack.can_relay
+        self.loss = compiled(self.loss)
+        self._start = compiled(self._start)
+        self._draw = compiled(self._draw)
+        self._outcome = compiled(self._outcome)
+        if self.sequence_model.max_seqlen is None:  # a state of fixed size: every step is the same program
+            self.sequence_model.step = compiled(self.sequence_model.step)
 
     def loss(self, batch: "Batch") -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of section 2 of the paper, averaged over B and L, and its parts as detached 0-d tensors.
@@ -390,21 +407,17 @@ class WorldModel(nn.Module):
         state = self.sequence_model.init_state(batch_size, context_length + horizon)
         features, actions, log_probs, deters = [], [], [], []
         with self.autocast():
-            stoch = sample_one_hot(self.posterior(self.to_image(contexts.obs))).flatten(-2)
-            context_action = self.encode_action(contexts.action)
-            deter = self.sequence_model(stoch, context_action, self.segments(contexts.is_first), state)[:, -1]  # (B, D)
+            deter = self._start(contexts, state)  # (B, D)
             for _ in range(horizon):
-                features.append(self._feature(deter))
-                env_action, action, log_prob = policy.sample(features[-1])
-                stoch = features[-1][:, : self.stoch_dim]
-                deter = self.sequence_model.step(stoch, self.encode_action(env_action), state)
+                feature, encoded_action, action, log_prob = self._draw(policy, deter)
+                deter = self.sequence_model.step(feature[:, : self.stoch_dim], encoded_action, state)
+                features.append(feature)
                 actions.append(action)
                 log_probs.append(log_prob)
                 deters.append(deter)
             features.append(self._feature(deter))
-            outcome = torch.stack(deters, dim=1)  # (B, H, D): d_{i+1} tells what a_i earned and whether it ended
-            reward = self.reward_code.decode(self.reward_head(outcome))
-            termination = (self.termination_head(outcome).squeeze(-1) > 0).to(reward.dtype)
+            # (B, H, D): d_{i+1} tells what a_i earned and whether it ended
+            reward, termination = self._outcome(torch.stack(deters, dim=1))
         return Rollout(
             torch.stack(features, dim=1),
             torch.stack(actions, dim=1),
@@ -414,10 +427,29 @@ class WorldModel(nn.Module):
             self._alive(contexts.termination[:, -1], termination),
         )
 
+    def _start(self, contexts: "Batch", state: Any) -> Tensor:
+        """d after the contexts' rows, which `state` is moved over.   -> (B, D)."""
+        stoch = sample_one_hot(self.posterior(self.to_image(contexts.obs))).flatten(-2)
+        action = self.encode_action(contexts.action)
+        return self.sequence_model(stoch, action, self.segments(contexts.is_first), state)[:, -1]
+
+    def _draw(self, policy: Policy, deter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an imagined step draws.   d (B, D) -> feature (B, F), the action as the core takes it (B, A), as the
+        policy parameterises it, and its log-probability (B,)."""
+        feature = self._feature(deter)
+        env_action, action, log_prob = policy.sample(feature)
+        return feature, self.encode_action(env_action), action, log_prob
+
     def _feature(self, deter: Tensor) -> Tensor:
         """concat(ẑ, d) with ẑ drawn from the prior.   (B, D) -> (B, F), float32."""
         stoch = sample_one_hot(self.prior(deter)).flatten(-2)
         return torch.cat((stoch, full_precision(deter)), dim=-1)
+
+    def _outcome(self, deter: Tensor) -> tuple[Tensor, Tensor]:
+        """Reward and termination (0 or 1) that the model reads off d.   (B, H, D) -> (B, H) float32 twice."""
+        reward = self.reward_code.decode(self.reward_head(deter))
+        termination = (self.termination_head(deter).squeeze(-1) > 0).to(reward.dtype)
+        return reward, termination
 
     def _alive(self, context_termination: Tensor, termination: Tensor) -> Tensor:
         """Weight (B, H): 1 until the first termination, the context's last row included.   (B,), (B, H) -> (B, H)."""

@@ -1,0 +1,112 @@
+"""The convolution stack on 2×2 blocks of pixels: the same numbers from convolutions that fill a GPU's matrix units.
+
+An image (height, width, C) is re-laid as (height/2, width/2, 4C), a block's four pixels side by side in its channels.
+A convolution of any odd kernel and of stride 1 or 2, transposed or not, is then a convolution of stride 1 with a small
+kernel and four times the channels: 3, 16 or 32 channels at 64×64 leave most of a matrix unit idle, 12 to 256 do not.
+The weights are those of the plain layers, rewritten for each pass; the result differs in the order of sums alone.
+
+Letters: B batch, C channels in, O channels out, k kernel, T taps of the rewritten kernel; h = (k - 1) / 2. With pixel
+2m + a of an axis in block m, and weight w[y] reading the pixel y - h further on, pixel a of a block reads pixel d of
+the block t further on with w[2t + d + h - a].
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CHANNEL_MULTIPLE = 8  # bfloat16 channels that a tensor core reads at once
+
+
+def can_relay(layers: Iterable[nn.Module], height: int, width: int) -> bool:
+    """Whether `run_relaid` computes these layers: an image of even size, convolutions of stride 1 or 2."""
+    strides = {layer.stride for layer in layers if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)}
+    return height % 2 == 0 and width % 2 == 0 and strides <= {(1, 1), (2, 2)}
+
+
+def run_relaid(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """A sequence of convolutions, each with its norm and activation, as `nn.Sequential(*layers)` computes it.
+
+    layers: `Conv2d` and `ConvTranspose2d` of 'same' padding, and modules that act on each pixel alone or, as batch
+    norm, on each channel.   x (B, C, height, width) -> (B, O, height', width'), channels-last in memory.
+
+    Raises:
+        ValueError: an axis that has to be cut into blocks has an odd size.
+    """
+    rows, blocks = x.permute(0, 2, 3, 1), False  # (B, height, width, C): whether the rows hold blocks of pixels
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            upsamples = isinstance(layer, nn.ConvTranspose2d) and layer.stride == (2, 2)
+            if upsamples and blocks:
+                rows = depth_to_space(rows)
+            elif not upsamples and not blocks:
+                rows = space_to_depth(rows)
+            rows = _convolve(rows, relaid_weight(layer), layer.bias)
+            blocks = isinstance(layer, nn.ConvTranspose2d) or layer.stride == (1, 1)
+        else:
+            rows = _by_pixel(layer, rows, 4 if blocks else 1)
+    return (depth_to_space(rows) if blocks else rows).permute(0, 3, 1, 2)
+
+
+def space_to_depth(x: Tensor) -> Tensor:
+    """(B, height, width, C) -> (B, height/2, width/2, 4C)."""
+    _, height, width, _ = x.shape
+    if height % 2 or width % 2:
+        raise ValueError(f"space_to_depth: an image of {height}x{width}, expected even sizes")
+    return x.unflatten(2, (width // 2, 2)).unflatten(1, (height // 2, 2)).transpose(2, 3).flatten(3)
+
+
+def depth_to_space(x: Tensor) -> Tensor:
+    """(B, height, width, 4C) -> (B, 2 height, 2 width, C)."""
+    return x.unflatten(3, (2, 2, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def relaid_weight(layer: nn.Conv2d | nn.ConvTranspose2d) -> Tensor:
+    """The weight of the convolution of stride 1 that computes `layer`.
+
+    Conv2d of stride 1 and ConvTranspose2d of stride 1: blocks to blocks, (4·O, 4·C, T, T); Conv2d of stride 2: blocks
+    to pixels, (O, 4·C, T, T); ConvTranspose2d of stride 2: pixels to blocks, (4·O, C, T, T).
+    """
+    weight = layer.weight
+    if isinstance(layer, nn.ConvTranspose2d):  # pixel y gives to pixel y + j - h: reads with the kernel turned round
+        weight = weight.transpose(0, 1).flip(-2, -1)
+    pixels_in = isinstance(layer, nn.ConvTranspose2d) and layer.stride == (2, 2)
+    pixels_out = isinstance(layer, nn.Conv2d) and layer.stride == (2, 2)
+    places = [(0, 0)] if pixels_out else [(0, 0), (0, 1), (1, 0), (1, 1)]
+    taps = torch.cat([_taps(weight, *place) for place in places])  # (1·O or 4·O, 2, 2, C, T, T)
+    return taps[:, 0, 0] if pixels_in else taps.flatten(1, 3)
+
+
+def _taps(weight: Tensor, row: int, column: int) -> Tensor:
+    """What pixel (row, column) of a block reads.   weight (O, C, k, k) -> (O, 2, 2, C, T, T), by pixel of the block
+    read."""
+    padding, reach = _padding_and_reach(weight)
+    spare = 2 * (2 * reach + 1) - weight.shape[-1]
+    left, top = (2 * reach + place - padding for place in (column, row))
+    spread = F.pad(weight, (left, spare - left, top, spare - top))  # (O, C, 2T, 2T)
+    spread = spread.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # (O, C, T, 2, T, 2)
+    return spread.permute(0, 3, 5, 1, 2, 4)
+
+
+def _padding_and_reach(weight: Tensor) -> tuple[int, int]:
+    """(h, how many blocks away the kernel reads)."""
+    padding = weight.shape[-1] // 2
+    return padding, (padding + 1) // 2
+
+
+def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """rows (B, height, width, C) with weight (O, C, T, T), odd T, and bias (O) or a fourth of it -> (B, height, width,
+    O)."""
+    channels_out, channels_in = weight.shape[:2]
+    spare_out, spare_in = -channels_out % CHANNEL_MULTIPLE, -channels_in % CHANNEL_MULTIPLE
+    weight = F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out)).contiguous(memory_format=torch.channels_last)
+    x = F.pad(rows, (0, spare_in)).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+    out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)[..., :channels_out]
+    return out if bias is None else out + bias.to(out.dtype).repeat(channels_out // bias.shape[0])
+
+
+def _by_pixel(layer: nn.Module, rows: Tensor, pixels: int) -> Tensor:
+    """A norm or activation for images on rows that hold `pixels` pixels each.   (B, height, width, C) -> same."""
+    flat = rows.reshape(-1, rows.shape[-1] // pixels)[:, :, None, None]
+    return layer(flat)[:, :, 0, 0].reshape(rows.shape)
