@@ -54,7 +54,12 @@ def timed(function: Callable[[], object], device: torch.device, steps: int) -> d
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         samples.append(1e3 * (time.perf_counter() - start))
-    return {"median_ms": statistics.median(samples), "min_ms": min(samples), "max_ms": max(samples), "prepare_s": prepare}
+    return {
+        "median_ms": statistics.median(samples),
+        "min_ms": min(samples),
+        "max_ms": max(samples),
+        "prepare_s": prepare,
+    }
 
 
 def profiled(function: Callable[[], object], top: int = 40) -> dict[str, object]:
