@@ -149,8 +149,12 @@ def everything_on_gpus(group):
     everything(group)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two CUDA devices")
+def two_gpus(test):
+    needed = pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two CUDA devices")
+    return pytest.mark.gpu(needed(test))
+
+
+@two_gpus
 def test_two_gpus_equal_one():
     run_group(everything_on_gpus, WORLD, backend="nccl")
 
@@ -164,6 +168,21 @@ def one_rank_fails(group):
     if dist.get_rank(group) == 1:
         raise RuntimeError("rank one has had enough")
     all_reduce(torch.ones(1), group)                                         # would wait for the other for ever
+
+
+def one_gpu_fails(group):
+    torch.set_default_device("cuda")
+    assert all_reduce(torch.ones(1), group).item() == WORLD                  # the GPUs are connected
+    one_rank_fails(group)
+    torch.cuda.synchronize()
+
+
+@two_gpus
+@pytest.mark.timeout(60)
+def test_a_failing_gpu_ends_the_group_with_its_error():
+    """The other GPU is inside a collective by then, which only ends with its process."""
+    with pytest.raises(ProcessRaisedException, match="rank one has had enough"):
+        run_group(one_gpu_fails, WORLD, backend="nccl", timeout_s=300.0)
 
 
 @pytest.mark.timeout(40)

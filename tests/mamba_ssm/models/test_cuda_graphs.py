@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mamba_ssm import MambaWrapperModel
+from mamba_ssm import InferenceParams, MambaConfig, MambaLMHeadModel, MambaWrapperModel
 from mamba_ssm.ops.tiers import use_tier
 from mamba_ssm.testing import assert_close
 
@@ -101,6 +101,26 @@ def test_prefill_and_steps_with_resets(layer):
         step.replay()
         outs.append(stepped.clone().unsqueeze(1))
     assert_close(torch.cat(outs, dim=1), core(new_stoch, new_action, new_seq_idx), 2e-5)
+
+
+@torch.no_grad()
+def test_packed_prompts_then_a_step(layer):
+    """Where the prompts begin is read on the device: the captured pass takes others."""
+    torch.manual_seed(0)
+    attention = {"num_heads": 4, "causal": True, "rotary_emb_dim": 8, "d_conv": 4}
+    config = MambaConfig(64, 0, 3, 32, CONFIGS[layer], attn_layer_idx=[1], attn_cfg=attention)
+    model = MambaLMHeadModel(config, device="cuda")
+    ids, nexts = torch.randint(0, 32, (1, 20)).cuda(), torch.randint(0, 32, (3, 1)).cuda()
+    packed, params = torch.tensor([0, 7, 8, 20]).cuda(), InferenceParams(max_seqlen=16, max_batch_size=3)
+    params.key_value_memory_dict = model.allocate_inference_cache(3, 16)
+    graph, logits = capture(lambda: model(ids, inference_params=params, cu_seqlens=packed).logits)
+    packed.copy_(torch.tensor([0, 3, 14, 20]))
+    graph.replay()
+    params.advance(20, packed)
+    stepped = model(nexts, inference_params=params).logits
+    for i, prompt in enumerate(ids.split([3, 11, 6], dim=1)):
+        want = model(torch.cat([prompt, nexts[i : i + 1]], dim=1)).logits
+        assert_close(torch.cat([logits[:, packed[i] : packed[i + 1]], stepped[i : i + 1]], dim=1), want, 2e-5)
 
 
 @torch.no_grad()
