@@ -49,6 +49,7 @@ class Batch(NamedTuple):
     reward: Tensor       # (B, L) fp32
     termination: Tensor  # (B, L) fp32, 0 or 1
     is_first: Tensor     # (B, L) bool
+    first_row: Tensor | None = None    # (B, 2) int64: ring, and how many rows it had before; None: not from a replay
 
 
 class ReplayFileError(Exception):
@@ -412,6 +413,12 @@ class ReplayBuffer:
         starts = torch.arange(first, first + stride * count, stride) if stride else torch.full((count,), first)
         return self._gather((starts % self.ring_length).to(self.device), length)
 
+    def read_again(self, first_row: Tensor, length: int) -> Batch:
+        """The sequences of an earlier batch, by its `first_row`, as far as all their rows are still held."""
+        ring, number = first_row.to(self.device).unbind(1)
+        held = (number >= self._oldest()) & (number + length <= self._written)
+        return self._gather((ring * self.ring_length + number % self.ring_length)[held], length)
+
     def save(self, folder: str | os.PathLike) -> dict[str, Any]:
         """Write what `folder` lacks of the rows held, and all counters; return the manifest for `load` (plain data).
 
@@ -516,7 +523,15 @@ class ReplayBuffer:
         slot = starts % self.ring_length
         slots = (slot[:, None] + self._slots[:length]) % self.ring_length                 # (B, L), over the ring's end
         rows = (starts - slot)[:, None] + slots
-        return Batch(**{name: self._take(name, rows) for name in self._fields})
+        return Batch(**{name: self._take(name, rows) for name in self._fields}, first_row=self._numbers(starts, slot))
+
+    def _numbers(self, starts: Tensor, slot: Tensor) -> Tensor:
+        """(B,) starts and their slots -> (B, 2) ring, and how many rows it was given before that one; on out_device."""
+        newest = self._written_on_device - 1
+        number = newest - (newest - slot) % self.ring_length
+        numbers = torch.empty(len(starts), 2, dtype=torch.int64, device=self.device, pin_memory=self._pin_batches)
+        torch.stack((starts // self.ring_length, number), dim=1, out=numbers)
+        return numbers.to(self.out_device, non_blocking=True)
 
     def _take(self, name: str, rows: Tensor) -> Tensor:
         """Rows (B, L) of a field -> (B, L, ...) on out_device, moved as the widest words that fit: bytes are slow."""

@@ -39,6 +39,7 @@ class CommandLine:
     config: Config
     resume: str | None = None
     doctor: bool = False
+    debug_batch: str | None = None
     given: dict[str, Any] = field(default_factory=dict)
 
 
@@ -265,13 +266,14 @@ class _Words(NamedTuple):
     overrides: dict[str, str]
     resume: str | None
     doctor: bool
+    debug_batch: str | None
     show_help: bool
 
 
 def _parse_words(argv: list[str], program: str) -> _Words:
     files: list[str] = []
     overrides: dict[str, str] = {}
-    resume, doctor, show_help = None, False, False
+    resume, doctor, debug_batch, show_help = None, False, None, False
     trains = Path(program).stem == "train"                              # only training resumes and is doctored
     words = iter(argv)
     for word in words:
@@ -284,7 +286,7 @@ def _parse_words(argv: list[str], program: str) -> _Words:
         name, given, value = word.partition("=")
         if not name.startswith("--") or name == "--":
             raise ConfigError(f"{_short(word)}: expected --Section.Key value, --config FILE or --help")
-        known = name[2:] in _FIELDS or name == "--config" or (name == "--resume" and trains)
+        known = name[2:] in _FIELDS or name == "--config" or (name in ("--resume", "--debug-batch") and trains)
         if not known:
             raise _unknown_word(name[2:])
         if not given:
@@ -295,9 +297,11 @@ def _parse_words(argv: list[str], program: str) -> _Words:
             files.append(value)
         elif name == "--resume":
             resume = value
+        elif name == "--debug-batch":
+            debug_batch = value
         else:
             overrides[name[2:]] = value
-    return _Words(files, overrides, resume, doctor, show_help)
+    return _Words(files, overrides, resume, doctor, debug_batch, show_help)
 
 
 def _unknown_word(name: str) -> ConfigError:
@@ -326,7 +330,7 @@ def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
     for path in words.files:
         given.update(_read_layer(Path(path)))
     given.update(words.overrides)
-    return CommandLine(_build({**base, **given}), words.resume, words.doctor, given)
+    return CommandLine(_build({**base, **given}), words.resume, words.doctor, words.debug_batch, given)
 
 
 def help_text(program: str) -> str:
@@ -335,6 +339,7 @@ def help_text(program: str) -> str:
     lines += ["  --config FILE   lay a preset (config_files/*.yaml) over the defaults; repeatable, the later one wins"]
     if Path(program).stem == "train":
         lines += ["  --resume DIR    continue the run in this folder, with its own configuration"]
+        lines += ["  --debug-batch FILE  repeat an update that was not finite, from the batch.pt that the run named"]
         lines += ["  --doctor        say what works on this machine for this configuration, and leave"]
     lines += ["  --help          print this and leave", "", "Keys, their defaults and what they accept:"]
     defaults, comments = default_values(), key_comments()

@@ -176,6 +176,7 @@ class JointTrainAgent(Section):
     SaveEverySteps: Count
     SaveModels: Flag
     LogEverySteps: Count
+    MaxBadUpdates: Count
     Sampling: Literal["dynamic", "uniform"]
     Tau: Positive
     ImaginationTau: Positive

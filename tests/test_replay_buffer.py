@@ -191,6 +191,7 @@ def test_batch_has_documented_shapes_and_types(device, out_device, obs_shape):
             ((4, 5), torch.float32, out_device),
             ((4, 5), torch.float32, out_device),
             ((4, 5), torch.bool, out_device),
+            ((4, 2), torch.int64, out_device),
         ]
         rows = batch.reward.long().cpu()
         assert torch.equal(batch.obs.cpu(), torch.from_numpy(obs)[rows, 0])
@@ -234,6 +235,21 @@ def test_recent_sequences_are_the_newest_rows_and_leave_no_trace(written):
     assert_same_content(replay, before)
     with pytest.raises(RuntimeError, match="recent_sequences: 0 of the"):
         replay.recent_sequences(count=1, length=13)
+
+
+@pytest.mark.parametrize(("device", "out_device"), PLACEMENTS)
+@pytest.mark.parametrize(("num_envs", "written"), [(1, 20), (2, 50), (3, 100)])
+def test_sequences_are_read_again_by_their_first_row(device, out_device, num_envs, written):
+    """What a batch was made of must be found later; rows that were overwritten since may not pass for it."""
+    replay = make_replay(capacity=60, num_envs=num_envs, device=device, out_device=out_device)
+    fill(replay, written)
+    batch = replay.sample_sequences()
+    assert torch.equal(tags_of(batch)[:, 0], (batch.first_row[:, 1] * 1000 + batch.first_row[:, 0]).cpu())
+    assert torch.equal(tags_of(replay.read_again(batch.first_row, 5)), tags_of(batch))
+    oldest = batch.first_row[:, 1].min().item()
+    fill(replay, oldest + replay.ring_length - written + 1, start=written)  # goes over the oldest row that was drawn
+    kept = batch.first_row[:, 1].cpu() > oldest
+    assert torch.equal(tags_of(replay.read_again(batch.first_row, 5)), tags_of(batch)[kept])
 
 
 def test_appended_arrays_may_be_reused_and_tensors_are_taken():

@@ -173,6 +173,14 @@ def _deserialise(data: bytes, path: Path, map_location: str | torch.device) -> A
         ) from None
 
 
+def read_plain(path: Path) -> Any:
+    """Tensors and plain values of one of our files, on the host; CheckpointError if it can't be read as such."""
+    try:
+        return _deserialise(path.read_bytes(), path, "cpu")
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error_reason(error)})") from None
+
+
 def _check_archive(data: bytes) -> None:
     """A torch archive stores its members uncompressed: what they claim to hold can't exceed what the file has."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

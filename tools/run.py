@@ -8,6 +8,7 @@
     RUN/ckpt/           step_000002000/{model.pt, train.pt, replay.json, manifest.json}, the two newest complete ones
     RUN/replay/         the replay buffer's rows, in chunks that the checkpoints share
     RUN/pictures/, RUN/videos/, RUN/eval/
+    RUN/faults/         rows and weights of updates that were not finite, where they ended the run (tools/divergence.py)
     RUN/lock            held while a process trains in the folder
 
 A step of the loop logs first and saves last: on resume the metric lines past the checkpoint's step are cut.
@@ -619,14 +620,18 @@ class Run:
         """Add to the means that the next `flush` writes; 0-d tensors are copied on their device, without a sync."""
         self._sums.add(metrics)
 
-    def flush(self, step: int) -> None:
-        """Write a line with the mean of everything accumulated since the last one (the only host sync of logging)."""
+    def flush(self, step: int) -> dict[str, float]:
+        """Write a line with the mean of everything accumulated since the last one (the only host sync of logging).
+
+        Returns these means.
+        """
         means = self._sums.take()
         self._losses = {name: value for name, value in means.items() if name.endswith("loss")} or self._losses
         now = time.monotonic()
         last_step, last_time = self._flushed
         self._flushed = (step, now)
         self.log(step, {**means, "time/steps_per_second": (step - last_step) / max(now - last_time, 1e-9)})
+        return means
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line at once: episode returns, evaluation scores. Host numbers: a tensor would cost a sync."""
@@ -672,7 +677,7 @@ class Run:
             return None
         started = time.monotonic()
         files = {
-            "model.pt": serialise(self._described(step, model), "model"),
+            "model.pt": serialise(self.described(step, model), "model"),
             "train.pt": serialise({"train": train, "run": self.state_dict()}),
         }
         try:
@@ -701,7 +706,8 @@ class Run:
         self.load_state_dict(logging_state)
         return checkpoint
 
-    def _described(self, step: int, model: Mapping[str, Any]) -> dict:
+    def described(self, step: int, model: Mapping[str, Any]) -> dict:
+        """The content of a model.pt; `model` as for `save_checkpoint`."""
         return {
             "format": CHECKPOINT_FORMAT,
             "step": step,
