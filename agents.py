@@ -62,18 +62,24 @@ class FeatureNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, feature: Tensor, weight: Tensor) -> None:
-        """Mix in the statistics of a batch; the first batch is taken as it is.   feature (..., F), weight (...)."""
+        """Mix in the statistics of a batch; the first batch is taken as it is, one that is not finite not at all.
+
+        feature (..., F), weight (...).
+        """
         total = weight.sum()
         share = weight.unsqueeze(-1) / total.clamp(min=1.0)
         axes = tuple(range(feature.dim() - 1))
         batch_mean = (feature * share).sum(axes)
         batch_variance = ((feature - batch_mean).square() * share).sum(axes)
-        rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * (total > 0)
+        counts = (total > 0) & torch.isfinite(batch_variance).all()  # nor is the mean otherwise
+        batch_mean = torch.where(counts, batch_mean, self.mean)
+        batch_variance = torch.where(counts, batch_variance, self.variance)
+        rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * counts
         shift = batch_mean - self.mean
         # variance of the mixture of the two populations, with shares 1 - rate and rate
         self.variance.copy_((1 - rate) * (self.variance + rate * shift.square()) + rate * batch_variance)
         self.mean.add_(rate * shift)
-        self.updates.add_(total > 0)
+        self.updates.add_(counts)
 
 
 class ReturnScale(nn.Module):
@@ -87,9 +93,10 @@ class ReturnScale(nn.Module):
 
     @torch.no_grad()
     def update(self, returns: Tensor, weight: Tensor) -> Tensor:
-        """returns, weight (B, H) -> divisor max(1, S), 0-d."""
+        """returns, weight (B, H) -> divisor max(1, S), 0-d. Returns that are not finite move nothing."""
         fresh = torch.stack([masked_quantile(returns, weight, q) for q in self.quantiles])
-        counts = weight.sum() > 0
+        counts = (weight.sum() > 0) & torch.isfinite(torch.where(weight > 0, returns, 0.0)).all()
+        fresh = torch.where(counts, fresh, self.percentiles)
         rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * counts
         self.percentiles.lerp_(fresh, rate)
         self.updates.add_(counts)
@@ -341,10 +348,12 @@ class PPOAgent(ActorCriticAgent):
     def update(self, rollout: Rollout) -> dict[str, Tensor]:
         """`num_epochs` passes of shuffled minibatches; value targets are made anew for each pass.
 
-        The early stop is a device-side flag: updates after it leave everything as it is, without a host sync.
+        The early stop is a device-side flag: updates after it leave everything as it is, without a host sync. Metrics
+        are means over the minibatches up to the one that set it.
         """
         going = torch.ones((), dtype=torch.bool, device=rollout.reward.device)
         history: list[dict[str, Tensor]] = []
+        counted: list[Tensor] = []  # of each minibatch, whether the flag was still up before it
         for epoch in range(self.num_epochs):
             target, slow_target, value = self._judge(rollout)
             if epoch == 0:
@@ -364,11 +373,16 @@ class PPOAgent(ActorCriticAgent):
             ]  # (B·H, ...) each
             order = torch.rand(steps[2].shape, device=going.device).argsort()
             for index in order.split(self.minibatch):
+                counted.append(going)
                 loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
                 metrics |= self.optimiser.update(loss, enabled=going)
                 history.append(metrics)
         self._after_update(rollout)
-        mean = {name: torch.stack([metrics[name] for metrics in history]).mean() for name in history[0]}
+        before_stop = torch.stack(counted)
+        columns = {name: torch.stack([metrics[name] for metrics in history]) for name in history[0]}
+        columns_before = {name: torch.where(before_stop, column, 0.0) for name, column in columns.items()}
+        mean = {name: masked_mean(column, before_stop) for name, column in columns_before.items()}
+        mean["stopped_early"] = columns["stopped_early"].mean()
         mean |= {"return": masked_mean(target, rollout.weight), "return_scale": scale}
         return self._metrics(rollout, mean)
 

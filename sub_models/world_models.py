@@ -387,10 +387,19 @@ class WorldModel(nn.Module):
         return total, {f"world_model/{name}": value.detach() for name, value in metrics.items()}
 
     def update(self, batch: "Batch") -> dict[str, Tensor]:
-        """One optimiser step on a batch; returns metrics as 0-d tensors on the device, without waiting for it."""
+        """One optimiser step on a batch; returns metrics as 0-d tensors on the device, without waiting for it.
+
+        Where the optimiser leaves the step out, batch norm's running statistics stay as they were, too.
+        """
         self.train()
+        norms = [module for module in self.modules() if isinstance(module, nn.BatchNorm2d)]
+        statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]  # 1-d each
+        before = torch.cat(statistics) if statistics else None
         loss, metrics = self.loss(batch)
         metrics |= {f"world_model/{name}": value for name, value in self.optimiser.update(loss).items()}
+        if statistics:
+            kept = torch.where(metrics["world_model/skipped"] > 0, before, torch.cat(statistics))
+            torch._foreach_copy_(statistics, kept.split([len(buffer) for buffer in statistics]))
         return metrics
 
     # --- imagination ---

@@ -92,6 +92,24 @@ def test_statistics_move_in_updates_only_and_are_saved():
     assert torch.equal(restored.return_scale.percentiles, agent.return_scale.percentiles)
 
 
+@pytest.mark.parametrize("kind", ["AC", "PPO"])
+@pytest.mark.parametrize("fault", [float("nan"), float("inf")])
+def test_a_rollout_that_is_not_finite_changes_nothing(kind, fault):
+    """One such batch must not live on in the statistics, which no later batch could heal."""
+    agent = make_agent(kind, minibatch=B * H, num_epochs=1)
+    agent.update(make_rollout(agent))
+    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    rollout = make_rollout(agent)
+    rollout.feature[3, 2] = fault
+    rollout.reward[1, 0] = fault
+    metrics = agent.update(rollout)
+    assert metrics["agent/skipped"] == 1
+    moved = [name for name, value in agent.state_dict().items() if not torch.equal(value, before[name])]
+    assert [name for name in moved if not name.startswith("slow_critic")] == []
+    assert all(torch.isfinite(value).all() for value in agent.state_dict().values())
+    assert agent.update(make_rollout(agent))["agent/skipped"] == 0
+
+
 def test_return_scale_is_the_average_of_percentiles():
     scale = ReturnScale(decay=0.9).double()
     rng = np.random.default_rng(0)
@@ -234,6 +252,26 @@ def test_ppo_stops_once_the_kl_passes_its_threshold():
         torch.manual_seed(3)
         agent.update(rollout)
     assert 1 <= stopped.optimiser.updates < free.optimiser.updates == 3 * math.ceil(B * H / 50)
+
+
+def test_ppo_logs_what_was_before_its_stop():
+    """Minibatches behind the stop taught nothing; their KL and losses would blur what the update did."""
+    agent = make_agent("PPO", learning_rate=0.05, kl_threshold=1e-4)
+    seen, judge = [], agent._minibatch_loss
+
+    def watched(steps, going):
+        loss, metrics, still_going = judge(steps, going)
+        if going:
+            seen.append({name: value.clone() for name, value in metrics.items()})
+        return loss, metrics, still_going
+
+    agent._minibatch_loss = watched
+    metrics = agent.update(make_rollout(agent))
+    minibatches = 3 * math.ceil(B * H / 50)
+    assert 2 <= len(seen) < minibatches
+    for name in ("approximate_kl", "policy_loss", "value_loss", "clip_fraction"):
+        torch.testing.assert_close(metrics[f"agent/{name}"], torch.stack([m[name] for m in seen]).mean())
+    assert metrics["agent/stopped_early"].item() == pytest.approx(1 - (len(seen) - 1) / minibatches)
 
 
 def test_ppo_gradient_equals_the_clipped_objective():

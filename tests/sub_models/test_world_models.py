@@ -167,7 +167,7 @@ def test_pairs_across_an_episode_start_are_left_out_of_the_kl():
         world_model = make_world_model(mask_episode_start=mask, free_bits=0.0).eval()
         pair = []
         for variant in (batch, other):
-            truncated = Batch(*(x[:1, :4] for x in variant))  # the pair (2, 3) is the last one
+            truncated = Batch(*(x[:1, :4] for x in variant if x is not None))  # the pair (2, 3) is the last one
             torch.manual_seed(0)
             pair.append(world_model.loss(truncated)[1]["world_model/kl"])
         values[mask] = abs(pair[0] - pair[1]).item()
@@ -184,6 +184,24 @@ def test_reset_at_episode_start_cuts_the_state(backbone):
         whole = world_model.sequence_model(stoch, action, world_model.segments(batch.is_first[:1]))
         alone = world_model.sequence_model(stoch[:, 3:], action[:, 3:])
         assert torch.allclose(whole[:, 3:], alone, atol=1e-10) == reset
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_an_update_that_is_left_out_leaves_no_trace(norm):
+    """Running statistics that took in a bad batch would spoil acting and imagination for good."""
+    world_model = make_world_model(norm=norm)
+    world_model.update(make_batch())
+    before = {name: value.clone() for name, value in world_model.state_dict().items()}
+    bad = make_batch(seed=1)
+    bad.reward[0, 0] = torch.nan
+    assert world_model.update(bad)["world_model/skipped"] == 1
+    moved = [name for name, value in world_model.state_dict().items() if not torch.equal(value, before[name])]
+    assert [name for name in moved if not name.endswith("num_batches_tracked")] == []
+    world_model.update(make_batch())
+    state = world_model.state_dict()
+    running = [name for name in state if "running" in name]
+    assert bool(running) == (norm == "batch")
+    assert all(torch.isfinite(state[name]).all() and not torch.equal(state[name], before[name]) for name in running)
 
 
 def test_update_lowers_the_loss():
