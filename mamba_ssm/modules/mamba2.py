@@ -15,14 +15,13 @@ from mamba_ssm.modules.cache import MixerState, RecurrentMixer, check_packed_pro
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
 from mamba_ssm.ops.causal_conv1d import (
     causal_conv1d_fn,
-    causal_conv1d_update,
     causal_conv1d_varlen_states,
     causal_conv1d_window,
 )
 from mamba_ssm.ops.checks import check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.triton.layernorm_gated import RMSNorm
-from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from mamba_ssm.ops.triton.recurrent_step import mamba2_step
 from mamba_ssm.ops.triton.ssd_combined import NO_LIMIT, mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 from mamba_ssm.utils.generation import InferenceParams
 
@@ -190,7 +189,8 @@ class Mamba2(RecurrentMixer):
                 window = causal_conv1d_window(inputs, self.d_conv, seq_idx, conv_state)
             state[0].copy_(window)
             state[1].copy_(states[-1].detach())
-        return self._norm(y.flatten(-2), z, gate, value)
+        y = y.flatten(-2)
+        return self._with_mlp(self.norm(y, z) if self.rmsnorm else y, gate, value)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One row: hidden_states (B, 1, M), the states as in `forward`, moved on in place.
@@ -200,20 +200,13 @@ class Mamba2(RecurrentMixer):
         return self.out_proj(y.unsqueeze(1)), conv_state, ssm_state
 
     def _step(self, zxbcdt: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
-        gate, value, z, xBC, dt = zxbcdt.split(self._split_sizes(), dim=-1)
-        xBC = causal_conv1d_update(xBC, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
-        x, B, C = self._x_B_C(xBC)                                                        # (B, H, P), (B, G, N) twice
-        dt_bias, limited = self.dt_bias, self.dt_limit != NO_LIMIT
-        if limited:
-            dt, dt_bias = F.softplus(dt.to(accumulate_dtype(dt)) + dt_bias).clamp(*self.dt_limit), None
-        heads = (self.nheads, self.headdim)
-        D = self._D() if self.D_has_hdim else self.D[:, None].expand(heads)
-        y = selective_state_update(
-            ssm_state, x, dt.unsqueeze(-1).expand(-1, *heads), self._A()[:, None, None].expand(*heads, self.d_state),
-            B, C, D=D, z=None if self.rmsnorm else z.unflatten(-1, heads),
-            dt_bias=None if limited else dt_bias[:, None].expand(heads), dt_softplus=not limited,
+        d_mlp = self.d_inner - self.d_ssm
+        gate, value, zxbcdt = zxbcdt.split([d_mlp, d_mlp, zxbcdt.shape[1] - 2 * d_mlp], dim=-1)
+        y = mamba2_step(
+            zxbcdt, conv_state, ssm_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.dt_bias, self.A_log,
+            self._D(), self.norm.weight if self.rmsnorm else None, NORM_EPS, self.norm_before_gate, self.dt_limit,
         )  # fmt: skip
-        return self._norm(y.flatten(-2), z, gate, value)
+        return self._with_mlp(y, gate, value)
 
     def _x_B_C(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., d_ssm + 2GN) -> (..., H, P), (..., G, N), (..., G, N)."""
@@ -222,8 +215,7 @@ class Mamba2(RecurrentMixer):
         groups = (self.ngroups, self.d_state)
         return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
 
-    def _norm(self, y: Tensor, z: Tensor, gate: Tensor, value: Tensor) -> Tensor:
-        y = self.norm(y, z) if self.rmsnorm else y
+    def _with_mlp(self, y: Tensor, gate: Tensor, value: Tensor) -> Tensor:
         return torch.cat([F.silu(gate) * value, y], dim=-1) if self.d_inner > self.d_ssm else y
 
     def _started(self, zxbcdt: Tensor) -> Tensor | None:

@@ -19,11 +19,11 @@ from mamba_ssm.modules.cache import (
     rows_of_packed,
 )
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_window
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_window
 from mamba_ssm.ops.checks import check_choice, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, selective_scan_fn
-from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from mamba_ssm.ops.triton.recurrent_step import mamba_step
 from mamba_ssm.utils.generation import InferenceParams
 
 Tensor = torch.Tensor
@@ -167,12 +167,10 @@ class Mamba(RecurrentMixer):
         """One row: hidden_states (B, 1, M), the states as in `forward`, moved on in place.
         -> (out (B, 1, M), conv_state, ssm_state)"""
         check_shape("Mamba.step", "hidden_states", hidden_states, "(B, 1, d_model)", (None, 1, self.d_model))
-        x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)                    # (B, D) each
-        x = causal_conv1d_update(x, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
-        dt, B, C = self._dt_B_C(x)
-        y = selective_state_update(
-            ssm_state, x, dt, self._A(), B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True
-        )
+        y = mamba_step(
+            self.in_proj(hidden_states.squeeze(1)), conv_state, ssm_state, self.conv1d.weight.squeeze(1),
+            self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D,
+        )  # fmt: skip
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
     def _dt_B_C(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

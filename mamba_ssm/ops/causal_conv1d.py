@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, sequence_pieces, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.triton.launch import register_triton
 
 Tensor = torch.Tensor
 
@@ -24,7 +25,7 @@ ACTIVATIONS = (None, "silu", "swish")
 PACKAGE = "causal_conv1d"                                  # its CUDA kernels are one pass over x where ours are several
 
 register_operator("causal_conv1d", cuda=("cuda",) if importlib.util.find_spec(PACKAGE) else ())
-register_operator("causal_conv1d_update")
+register_operator("causal_conv1d_update", cuda=("triton",))
 
 
 def causal_conv1d_fn(
@@ -156,6 +157,7 @@ register("causal_conv1d", "reference", _conv_reference)
 if importlib.util.find_spec(PACKAGE):
     register("causal_conv1d", "cuda", _conv_package)
 register("causal_conv1d_update", "reference", _update_reference)
+register_triton("causal_conv1d_update", "causal_conv1d_kernels", "causal_conv1d_update")
 
 
 def _check_conv(x, weight, bias, seq_idx, initial_states, activation) -> None:

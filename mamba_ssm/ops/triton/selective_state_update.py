@@ -13,10 +13,11 @@ from mamba_ssm.ops._native import selective_state_update as native_state_update
 from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.triton.launch import register_triton
 
 Tensor = torch.Tensor
 
-register_operator("selective_state_update", cpu=("cpu",), cuda=("cuda",))
+register_operator("selective_state_update", cpu=("cpu",), cuda=("triton",))
 
 
 def selective_state_update(
@@ -109,6 +110,7 @@ def _spread(weight: Tensor, x: Tensor) -> Tensor:
 
 register("selective_state_update", "reference", _update_reference)
 register_native("selective_state_update", cpu=_update_native)
+register_triton("selective_state_update", "selective_state_update_kernels", "selective_state_update")
 
 
 def _check_update(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices) -> None:

@@ -1,0 +1,205 @@
+"""Kernels of `recurrent_step`; the mathematics stands there.
+
+Mamba-2's step is one kernel, a program for each group of each batch row, since the norm runs over a group's channels:
+it reads and writes that group's states once, block by block, and norms its outputs when all are there.
+Mamba's step is two kernels around its two small projections.
+
+Letters: B batch, H heads, P headdim, G groups, C channels of a group (H · P / G), N state size, W convolution width,
+S length of its rolling window.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_update
+from mamba_ssm.ops.numerics import accumulate_dtype
+from mamba_ssm.ops.tiers import reference_instead
+from mamba_ssm.ops.triton.causal_conv1d_kernels import convolve_one
+from mamba_ssm.ops.triton.jit_math import silu, softplus
+from mamba_ssm.ops.triton.launch import define
+from mamba_ssm.ops.triton.selective_state_update_kernels import run_state_update
+
+Tensor = torch.Tensor
+
+TILE = 4096                            # elements of the state in registers at once, 32 in each of 128 threads, of 96
+WARP_TILE = 1024                       # in all, so that five programs share a multiprocessor
+LONE_TILE = 16384                      # where programs are too few to hide waiting: fewer blocks, more warps
+MANY_PROGRAMS = 128
+NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
+
+
+@triton.jit
+def _load(ptr, index, live):
+    return tl.load(ptr + index, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _mamba2_step_kernel(
+    zxbcdt_ptr, conv_state_ptr, ssm_state_ptr, conv_weight_ptr, conv_bias_ptr, dt_bias_ptr, A_log_ptr, D_ptr,
+    norm_weight_ptr, out_ptr, ungated_ptr,
+    stride_row, stride_conv, stride_ssm, stride_wd, stride_ww, eps, dt_min, dt_max,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+    HAS_BIAS: tl.constexpr, D_OF_CHANNEL: tl.constexpr, LIMITED: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    CHANNELS: tl.constexpr = H * P // G
+    ONE_BLOCK: tl.constexpr = BLOCK_C >= CHANNELS
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    zxbcdt_ptr += row * stride_row
+    conv_state_ptr += row * stride_conv
+    ssm_state_ptr += row * stride_ssm
+    n = tl.arange(0, BLOCK_N)
+    b_channel = H * P + group * N + n
+    c_channel = b_channel + G * N
+    B = _load(zxbcdt_ptr + H * P, b_channel, n < N)
+    C = _load(zxbcdt_ptr + H * P, c_channel, n < N)
+    B = silu(convolve_one(
+        B, b_channel, n < N, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
+        HAS_BIAS,
+    ))  # fmt: skip
+    C = silu(convolve_one(
+        C, c_channel, n < N, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
+        HAS_BIAS,
+    ))  # fmt: skip
+    squares = tl.zeros((BLOCK_C,), tl.float32)
+    for first in range(0, CHANNELS, BLOCK_C):
+        inner = first + tl.arange(0, BLOCK_C)
+        live = inner < CHANNELS
+        channel = group * CHANNELS + inner
+        head = channel // P
+        inside = live[:, None] & (n < N)[None, :]
+        x = _load(zxbcdt_ptr + H * P, channel, live)
+        x = silu(convolve_one(
+            x, channel, live, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
+            HAS_BIAS,
+        ))  # fmt: skip
+        dt = softplus(_load(zxbcdt_ptr + 2 * H * P + 2 * G * N, head, live) + _load(dt_bias_ptr, head, live))
+        if LIMITED:
+            dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+        decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, live)))
+        cell = ssm_state_ptr + channel[:, None] * N + n[None, :]                           # (C, N)
+        state = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+        state = decay[:, None] * state + (dt * x)[:, None] * B[None, :]
+        y = tl.sum(state * C[None, :], axis=1)
+        if D_OF_CHANNEL:
+            y += x * _load(D_ptr, channel, live)
+        else:
+            y += x * _load(D_ptr, head, live)
+        gate = silu(_load(zxbcdt_ptr, channel, live))
+        if NORM != 2:                                                # GATE_FIRST or none
+            y *= gate
+        tl.debug_barrier()                       # threads that hold the same cell have read it before one overwrites it
+        tl.store(cell, state.to(ssm_state_ptr.dtype.element_ty), mask=inside)
+        squares += y * y
+        if NORM == 0:
+            tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
+        elif ONE_BLOCK:
+            y *= tl.rsqrt(tl.sum(squares) / CHANNELS + eps) * _load(norm_weight_ptr, channel, live)
+            if NORM == 2:
+                y *= gate
+            tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
+        else:
+            tl.store(ungated_ptr + row * (H * P) + channel, y, mask=live)
+    if NORM != 0 and not ONE_BLOCK:
+        scale = tl.rsqrt(tl.sum(squares) / CHANNELS + eps)
+        tl.debug_barrier()                                          # what the first loop wrote is read by other threads
+        for first in range(0, CHANNELS, BLOCK_C):
+            inner = first + tl.arange(0, BLOCK_C)
+            live = inner < CHANNELS
+            channel = group * CHANNELS + inner
+            y = _load(ungated_ptr + row * (H * P), channel, live) * scale * _load(norm_weight_ptr, channel, live)
+            if NORM == 2:
+                y *= silu(_load(zxbcdt_ptr, channel, live))
+            tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def step_blocks(programs: int, channels: int, size: int) -> tuple[int, int]:
+    """Channels of one block and warps of one program, for groups of `channels` with states of `size`."""
+    block_n = triton.next_power_of_2(size)
+    tile = TILE if programs >= MANY_PROGRAMS else LONE_TILE
+    block = min(triton.next_power_of_2(channels), max(tile // block_n, 16))
+    return block, max(1, min(16, block * block_n // WARP_TILE))
+
+
+def _launch_mamba2_step(
+    zxbcdt: Tensor, conv_state: Tensor, ssm_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+    dt_bias: Tensor, A_log: Tensor, D: Tensor, norm_weight: Tensor | None, norm_eps: float, norm_before_gate: bool,
+    dt_min: float, dt_max: float,
+) -> Tensor:  # fmt: skip
+    batch, heads, headdim, size = ssm_state.shape
+    d_ssm = heads * headdim
+    groups = (conv_weight.shape[0] - d_ssm) // (2 * size)
+    out = torch.empty((batch, d_ssm), dtype=zxbcdt.dtype, device=zxbcdt.device)
+    if batch == 0:
+        return out
+    block, num_warps = step_blocks(batch * groups, d_ssm // groups, size)
+    normed = norm_weight is not None
+    ungated = None
+    if normed and block < d_ssm // groups:
+        ungated = torch.empty((batch, d_ssm), dtype=torch.float32, device=zxbcdt.device)
+    norm = (NORM_FIRST if norm_before_gate else GATE_FIRST) if normed else NO_NORM
+    _mamba2_step_kernel[(batch, groups)](
+        zxbcdt, conv_state, ssm_state, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, out, ungated,
+        zxbcdt.stride(0), conv_state.stride(0), ssm_state.stride(0), *conv_weight.stride(), norm_eps, dt_min, dt_max,
+        H=heads, P=headdim, G=groups, N=size, W=conv_weight.shape[1], S=conv_state.shape[2],
+        HAS_BIAS=conv_bias is not None, D_OF_CHANNEL=D.dim() == 2,
+        LIMITED=dt_min > 0.0 or dt_max < float("inf"), NORM=norm,
+        BLOCK_C=block, BLOCK_N=triton.next_power_of_2(size), BLOCK_S=triton.next_power_of_2(conv_state.shape[2]),
+        num_warps=num_warps,
+    )  # fmt: skip
+    return out
+
+
+run_mamba2_step = define(
+    "mamba2_step(Tensor zxbcdt, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor conv_weight, Tensor? conv_bias,"
+    " Tensor dt_bias, Tensor A_log, Tensor D, Tensor? norm_weight, float norm_eps, bool norm_before_gate,"
+    " float dt_min, float dt_max) -> Tensor",
+    _launch_mamba2_step,
+    lambda zxbcdt, conv_state, ssm_state, *others: zxbcdt.new_empty(
+        zxbcdt.shape[0], ssm_state.shape[1] * ssm_state.shape[2]
+    ),
+)
+
+
+def mamba2_step(
+    zxbcdt, conv_state, ssm_state, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, norm_eps, norm_before_gate,
+    dt_limit,
+) -> Tensor:  # fmt: skip
+    """`mamba2_step` on the triton tier; nothing is differentiated."""
+    tensors = (zxbcdt, conv_state, ssm_state, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight)
+    reason = _why_not(tensors)
+    if reason is None and not (_rows_are_dense(conv_state) and _rows_are_dense(ssm_state) and zxbcdt.stride(1) == 1):
+        reason = "the kernel takes rows without gaps"
+    if reason is not None:
+        run = reference_instead("mamba2_step", zxbcdt.device, reason)
+        return run(*tensors, norm_eps, norm_before_gate, dt_limit)
+    dense = (None if tensor is None else tensor.contiguous() for tensor in tensors[4:])
+    return run_mamba2_step(*tensors[:4], *dense, norm_eps, norm_before_gate, float(dt_limit[0]), float(dt_limit[1]))
+
+
+def mamba_step(
+    xz, conv_state, ssm_state, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_bias, A_log, D
+) -> Tensor:
+    """`mamba_step` on the triton tier; nothing is differentiated."""
+    tensors = (xz, conv_state, ssm_state, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_bias, A_log, D)
+    if (reason := _why_not(tensors)) is not None:
+        return reference_instead("mamba_step", xz.device, reason)(*tensors)
+    x, z = xz.chunk(2, dim=-1)                                                            # (B, D) each
+    x = causal_conv1d_update(x, conv_state, conv_weight, conv_bias, "silu")
+    dt, B, C = F.linear(x, x_proj_weight).split([dt_proj_weight.shape[1], A_log.shape[1], A_log.shape[1]], dim=-1)
+    dt = F.linear(dt, dt_proj_weight)
+    return run_state_update(ssm_state, x, dt, A_log, B, C, D, z, dt_bias, True, None, True)
+
+
+def _why_not(tensors: tuple[Tensor | None, ...]) -> str | None:
+    if accumulate_dtype(*tensors) == torch.float64:
+        return "the kernels take no float64"
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return "the kernels have no gradient"
+    return None
+
+
+def _rows_are_dense(state: Tensor) -> bool:
+    return state.shape[0] == 0 or state[0].is_contiguous()
