@@ -1,6 +1,9 @@
-"""Evaluate a trained agent in the real environment.
+"""Evaluate a trained agent in the real environment, and turn runs into tables and figures.
 
-    python eval.py --BasicSettings.SavePath runs/<run> --Evaluate.EpisodeNum 100
+    python eval.py runs/<run> --Evaluate.EpisodeNum 100     play, and write the scores to the run's eval/
+    python eval.py runs/<run> --export model.pt             what acting and dreaming need, in fp16, in one small file
+    python eval.py runs/<run> --store results/<name>        keep a run for publication: no replay, no optimiser
+    python eval.py --report runs/<run> runs/<sweep> ...     a page, a table and figures
 
 The configuration is the one that the checkpoint was trained with; keys on the command line are laid over it. In Python:
 
@@ -18,9 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
 import logging
-import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -36,19 +38,34 @@ from envs.my_atari import human_normalised_score
 from envs.parallel import WorkerFailed
 from envs.spaces import action_space_of
 from mamba_ssm.ops.tiers import use_tier
+from replay_buffer import Batch
 from sub_models.acting import Actor, build_actor
 from sub_models.world_models import WorldModel, build_world_model
 from tools.checkpoints import CheckpointError, SavedModel, read_model, write_atomic
 from tools.doctor import check_kernels
-from tools.pictures import save_mp4
+from tools.export import export_model, with_critics
+from tools.pictures import imagined_picture, save_mp4, save_png
+from tools.provenance import provenance
+from tools.report import report_command
+from tools.results import ResultError, store_run
 from tools.run import EVALUATION_RETURN, bootstrap_interval, episode_table
-from utils import Config, ConfigError, config_from_dict, isolated_rng, load_config, override_config, resolve_device
+from utils import (
+    Config,
+    ConfigError,
+    config_from_older,
+    config_to_dict,
+    isolated_rng,
+    load_config,
+    override_config,
+    resolve_device,
+)
 
 logger = logging.getLogger("drama.eval")
 
 VIDEO_FPS = {"ALE": 15}  # agent steps a second of the real environment: 60 raw frames at frame skip 4
 DEFAULT_FPS = 10
 CONFIDENCE = 0.95
+IMAGINED_SEQUENCES = 4
 
 
 class Episode(NamedTuple):
@@ -66,6 +83,8 @@ class Evaluation:
 
     episodes: list[Episode]
     frames: np.ndarray | None  # (T, H, W, C) uint8, the first episode of the first environment
+    actions: np.ndarray | None = None  # (T-1,) int64 or (T-1, A) float32, what was done in those frames
+    seeds: tuple[int, int] | None = None  # of the environments and of the policy
 
     def scores(self) -> np.ndarray:
         return np.array([episode.score for episode in self.episodes])
@@ -110,6 +129,7 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
     missing = np.array(episode_quotas(section.EpisodeNum, num_envs))
     episodes: list[Episode] = []
     frames: list[np.ndarray] = []
+    actions: list[np.ndarray] = []
     env_seed, policy_seed = np.random.SeedSequence([config.BasicSettings.Seed, seed, 1]).generate_state(2).tolist()
     with isolated_rng(policy_seed), make_vec_env(name, config, num_envs, env_seed) as env:
         refuse_other_actions(env.action_space, world_model, agent, name)
@@ -119,6 +139,8 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
             if recording:
                 frames.append(obs[0].copy())
             action, state = actor.act(obs, state, is_first)
+            if recording:
+                actions.append(action[0].copy())
             result = env.step(action)
             for i in np.flatnonzero(result.finished & (missing > 0)):
                 score = float(result.episode_return[i])
@@ -130,7 +152,8 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
                     frames.append(result.final_obs[0])
                     recording = False
             obs, is_first = result.obs, result.is_first
-    return Evaluation(episodes, np.stack(frames) if frames else None)
+    recorded = (np.stack(frames), np.stack(actions)) if frames else (None, None)
+    return Evaluation(episodes, *recorded, seeds=(env_seed, policy_seed))
 
 
 def refuse_other_actions(
@@ -150,7 +173,7 @@ def build_from(saved: SavedModel, config: Config, device: torch.device) -> tuple
     action_space = action_space_of(saved.spaces)
     world_model = build_world_model(config, action_space, device)
     agent = build_agent(config, world_model.feature_dim, action_space, device)
-    saved.load_into(world_model, agent)
+    with_critics(saved, agent).load_into(world_model, agent)
     return world_model, agent
 
 
@@ -164,7 +187,7 @@ def load(path: str | Path, device: str = "auto", greedy: bool = True) -> tuple[W
     """
     target = resolve_device(device)
     saved = read_model(path, target)
-    config = config_from_dict(saved.config)
+    config = config_from_older(saved.config)
     world_model, agent = build_from(saved, config, target)
     return world_model, build_actor(config, world_model, agent, greedy)
 
@@ -177,24 +200,32 @@ def evaluation_folder(saved: SavedModel) -> Path:
     )
 
 
-def write_results(evaluation: Evaluation, saved: SavedModel, config: Config) -> Path:
-    """episodes.csv, summary.json and episode.mp4; returns their folder."""
-    folder = evaluation_folder(saved)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "episodes.csv", episode_table([e._asdict() for e in evaluation.episodes]).encode())
+def tables_of(evaluation: Evaluation, config: Config, step: int, device: torch.device) -> dict[str, bytes]:
+    """episodes.csv, and summary.json: scores and all that is needed to get them again."""
     summary = {
         "env": config.BasicSettings.Env_name,
-        "checkpoint_step": saved.step,
+        "checkpoint_step": step,
         "greedy": config.Evaluate.Greedy,
+        "num_envs": min(config.Evaluate.NumEnvs, config.Evaluate.EpisodeNum),
         "seed": config.BasicSettings.Seed,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "environment_seed": evaluation.seeds and evaluation.seeds[0],
+        "policy_seed": evaluation.seeds and evaluation.seeds[1],
         **evaluation.summary(),
+        **provenance(device),
+        "config": config_to_dict(config),
     }
-    write_atomic(folder / "summary.json", json.dumps(summary, indent=2).encode())
+    table = episode_table([episode._asdict() for episode in evaluation.episodes])
+    return {"episodes.csv": table.encode(), "summary.json": json.dumps(summary, indent=2).encode()}
+
+
+def write_results(folder: Path, files: Mapping[str, bytes], evaluation: Evaluation, config: Config) -> None:
+    """The tables and episode.mp4."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        write_atomic(folder / name, data)
     if evaluation.frames is not None:
         fps = VIDEO_FPS.get(config.BasicSettings.Env_name.split("/")[0], DEFAULT_FPS)
         save_mp4(folder / "episode.mp4", evaluation.frames, fps)
-    return folder
 
 
 def print_table(evaluation: Evaluation) -> None:
@@ -215,26 +246,117 @@ def print_table(evaluation: Evaluation) -> None:
         )
 
 
+def imagined_frames(
+    world_model: WorldModel, agent: ActorCriticAgent, config: Config, evaluation: Evaluation, seed: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Real contexts (N, L, H, W, C) from the recorded episode and what model and policy make of them (N, H+1, ...).
+
+    uint8 frames; None for an episode that is not recorded or shorter than a context.
+    """
+    training = config.JointTrainAgent
+    length = training.ImagineContextLength
+    if evaluation.frames is None or len(evaluation.actions) < length:
+        return None
+    starts = np.linspace(0, len(evaluation.actions) - length, IMAGINED_SEQUENCES).round().astype(int)
+    rows = np.unique(starts)[:, None] + np.arange(length)  # (N, L)
+    zeros = torch.zeros(rows.shape, device=world_model.device)
+    contexts = Batch(
+        torch.as_tensor(evaluation.frames[rows], device=world_model.device),
+        torch.as_tensor(evaluation.actions[rows], device=world_model.device),
+        zeros,
+        zeros,
+        torch.as_tensor(rows == 0, device=world_model.device),
+    )
+    with isolated_rng(seed):
+        feature = world_model.imagine(agent, contexts, training.ImagineBatchLength).feature  # (N, H+1, F)
+        with torch.no_grad(), world_model.autocast():
+            image = world_model.decoder(feature[..., : world_model.stoch_dim].flatten(0, 1)).float()
+    image = image.unflatten(0, feature.shape[:2]).movedim(-3, -1)
+    return evaluation.frames[rows], (image.clamp(0, 1) * 255).round().byte().cpu().numpy()
+
+
+USAGE = """usage: python eval.py PATH [--Section.Key value]...   evaluate a run's folder, a checkpoint or a model.pt
+       python eval.py PATH --export FILE             write a small file with what acting needs
+       python eval.py PATH --store FOLDER            copy what is published of a run
+       python eval.py --report PATH...               a page, a table and figures of runs and sweeps; see --report --help
+"""
+
+
+class Words(NamedTuple):
+    """What the words of the command line ask for."""
+
+    path: str | None
+    export: str | None
+    store: str | None
+    config: list[str]  # for the configuration
+
+
+def split_words(words: Sequence[str]) -> Words:
+    """The path comes first; the script's own options and keys of the configuration follow in any order."""
+    path, words = (words[0], words[1:]) if words and not words[0].startswith("-") else (None, words)
+    own: dict[str, str | None] = {"export": None, "store": None}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, given, value = word.partition("=")
+        if name.removeprefix("--") not in own:
+            rest.append(word)
+            continue
+        value = value if given else next(left, "")
+        if not value or value.startswith("--"):
+            raise ConfigError(f"{name}: needs a value")
+        own[name.removeprefix("--")] = value
+    return Words(path, **own, config=rest)
+
+
+def run_evaluation(saved: SavedModel, config: Config, device: torch.device) -> None:
+    """Play, print the scores and write them with a video and a picture of imagination."""
+    check_kernels(config)
+    with use_tier(config.BasicSettings.Kernels):
+        world_model, agent = build_from(saved, config, device)
+        evaluation = evaluate(world_model, agent, config, seed=saved.step)
+        dreams = imagined_frames(world_model, agent, config, evaluation, seed=saved.step)
+    print_table(evaluation)
+    folder = evaluation_folder(saved)
+    write_results(folder, tables_of(evaluation, config, saved.step, device), evaluation, config)
+    if dreams is not None:
+        save_png(folder / "imagined.png", imagined_picture(*dreams))
+    print(f"results are in {folder}")
+
+
+def evaluation_command(argv: Sequence[str]) -> None:
+    """`eval.py PATH ...`: evaluate, export or store."""
+    words = split_words(argv)
+    if "--help" in words.config or "-h" in words.config:
+        print(USAGE)
+    command = load_config(words.config, "eval.py")
+    path = words.path or command.config.BasicSettings.SavePath
+    if path is None:
+        raise ConfigError("BasicSettings.SavePath = null: name the run's folder or checkpoint file to evaluate")
+    if words.store is not None:
+        store_run(Path(path), Path(words.store))
+        print(f"stored in {words.store}")
+        return
+    device = resolve_device(command.config.BasicSettings.Device)
+    saved = read_model(path, device)
+    if words.export is not None:
+        print(f"{words.export}: {export_model(saved, words.export) / 1e6:.2f} MB")
+        return
+    run_evaluation(saved, override_config(config_from_older(saved.config), command.given), device)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of evaluation; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        command = load_config(argv, "eval.py")
-        path = command.config.BasicSettings.SavePath
-        if path is None:
-            raise ConfigError("BasicSettings.SavePath = null: name the run's folder or checkpoint file to evaluate")
-        device = resolve_device(command.config.BasicSettings.Device)
-        saved = read_model(path, device)
-        config = override_config(config_from_dict(saved.config), command.given)
-        check_kernels(config)
-        with use_tier(config.BasicSettings.Kernels):
-            world_model, agent = build_from(saved, config, device)
-            evaluation = evaluate(world_model, agent, config, seed=saved.step)
-        print_table(evaluation)
-        print(f"results are in {write_results(evaluation, saved, config)}")
+        if words[:1] == ["--report"]:
+            report_command(words[1:])
+        else:
+            evaluation_command(words)
     except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, EnvironmentOutputError, WorkerFailed, OSError) as error:
+    except (CheckpointError, EnvironmentOutputError, WorkerFailed, ResultError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

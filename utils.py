@@ -213,6 +213,14 @@ def config_from_file(path: str | Path) -> Config:
         return config_from_dict(_read_tree(Path(path)))
 
 
+def config_from_older(tree: Mapping[str, Any]) -> Config:
+    """Like `config_from_dict`, for a configuration that an earlier version wrote: keys added since take their defaults.
+
+    To show and to evaluate; a run that goes on needs the configuration that it was begun with.
+    """
+    return _build({**default_values(), **dict(_flatten(tree))})
+
+
 def override_config(config: Config, given: Mapping[str, Any]) -> Config:
     """A copy of `config` with {dotted name: value} laid over it, checked again."""
     for dotted in given:

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = {"cv2": "opencv-python-headless", "yaml": "PyYAML"}          # where they differ from the module
 OPTIONAL = {"triton", "wandb", "causal-conv1d", "huggingface-hub", "safetensors"}       # imported only where found
-SOURCE = ("*.py", "envs/**/*.py", "sub_models/**/*.py", "mamba_ssm/**/*.py")
+SOURCE = ("*.py", "envs/**/*.py", "tools/**/*.py", "sub_models/**/*.py", "mamba_ssm/**/*.py")
 TESTS = ("tests/**/*.py", "benchmarks/**/*.py")
 
 
@@ -21,7 +21,7 @@ def pins(name: str) -> set[str]:
             found |= pins(line[3:])
         elif line and not line.startswith("#"):
             distribution, _ = line.split("==")
-            found.add(distribution.lower())
+            found.add(distribution.partition("[")[0].lower())
     return found
 
 
@@ -40,9 +40,10 @@ def imported_distributions(*patterns: str) -> set[str]:
 
 
 def test_every_imported_package_is_pinned():
-    """The program's own in requirements.txt, those of some environments apart, the tests' besides."""
+    """The program's own in requirements.txt, those of extras apart, the tests' besides."""
     wanted = imported_distributions(*SOURCE) - OPTIONAL
-    assert sorted(wanted - pins("requirements.txt") - pins("requirements-envs.txt")) == []
+    extras = pins("requirements-envs.txt") | pins("requirements-report.txt") | pins("requirements-sweep.txt")
+    assert sorted(wanted - pins("requirements.txt") - extras) == []
     assert sorted(imported_distributions(*TESTS) - OPTIONAL - pins("requirements-dev.txt")) == []
 
 

@@ -20,6 +20,7 @@ from utils import (
     CommandLine,
     ConfigError,
     config_from_dict,
+    config_from_older,
     config_from_file,
     config_to_dict,
     config_to_yaml,
@@ -252,6 +253,18 @@ def test_a_stored_configuration_must_be_whole():
         config_from_dict(tree)
     with pytest.raises(ConfigError, match="expected sections"):
         config_from_dict([])
+
+
+def test_an_earlier_versions_configuration_takes_new_keys_from_the_defaults():
+    """Else a new key would make every published model unreadable."""
+    config = load()
+    tree = config_to_dict(override_config(config, {"JointTrainAgent.Tau": 3}))
+    del tree["JointTrainAgent"]["Alpha"], tree["Evaluate"]
+    older = config_from_older(tree)
+    assert older.JointTrainAgent.Tau == 3 and older.JointTrainAgent.Alpha == config.JointTrainAgent.Alpha
+    assert older.Evaluate == config.Evaluate
+    with pytest.raises(ConfigError, match="unknown key"):
+        config_from_older({"Removed": 1})
 
 
 def test_override_config_names_unknown_keys():

@@ -81,6 +81,20 @@ def open_loop_picture(
     return _compare(true, predicted, labels, scale, context_length)
 
 
+def imagined_picture(context: np.ndarray, imagined: np.ndarray, scale: int | None = None) -> np.ndarray:
+    """Real frames (N, T, H, W, C) and those that followed in imagination (N, T', H, W, C) uint8 -> an image.
+
+    One row a sequence; a line stands where imagination begins. Of a long context the end is shown.
+    """
+    _check_frames(context, 5, "imagined_picture", channels=(1, 3))
+    _check_frames(imagined, 5, "imagined_picture", channels=(1, 3))
+    shown = min(context.shape[1], _COLUMNS // 4)
+    frames = np.concatenate([context[:, context.shape[1] - shown :], imagined[:, : _COLUMNS - shown]], axis=1)
+    times = range(-shown, frames.shape[1] - shown)
+    labels = [f"t={time}" + (" real" if time < 0 else "") for time in times]
+    return tile(np.broadcast_to(frames, (*frames.shape[:-1], 3)), scale, column_labels=labels, mark_column=shown)
+
+
 def _compare(
     true: np.ndarray, made: np.ndarray, labels: tuple[str, str, str], scale: int | None, context_length: int | None
 ) -> np.ndarray:

@@ -1,0 +1,446 @@
+"""Report of runs: one HTML page with everything in it, a Markdown table with figures, the README's results section.
+
+    python eval.py --report PATH... [--out FOLDER] [--title TEXT] [--readme FILE]...
+
+PATH: a run's folder, a sweep's, a stored result, or a folder of such. The page refers to nothing outside of itself.
+"""
+
+import argparse
+import base64
+import html
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.my_atari import game_of, human_normalised_score, reference_scores
+from tools import figures
+from tools.aggregates import (
+    MEASURES,
+    Estimate,
+    aggregates,
+    performance_profile,
+    probability_of_improvement,
+    score_matrix,
+    why_no_aggregates,
+)
+from tools.checkpoints import write_atomic
+from tools.results import CARD, Result, ResultError, Score, collect, grouped, write_card
+from tools.run import bootstrap_interval
+
+# Columns of config_files/atari_scores.csv beside ours, and what they are called; that file names each one's source.
+PUBLISHED = {
+    "random": "random",
+    "human": "human",
+    "drama_mamba2": "Drama (paper)",
+    "dreamerv3_2025": "DreamerV3",
+    "storm": "STORM",
+    "iris": "IRIS",
+}
+BARS = ("drama_mamba2", "dreamerv3_2025")
+BEGIN, END = "<!-- results: made by eval.py, do not edit -->", "<!-- end of results -->"
+PICTURED_RUNS = 12  # whose sample pictures go into the page
+THRESHOLDS = np.linspace(0, 2, 81)  # of the performance profile
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are text; `note` stands below."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(row) + " |" for row in (self.columns, ["---"] * len(self.columns), *self.rows)]
+        return "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
+
+    def html(self) -> str:
+        head = "".join(f"<th>{_text(column)}</th>" for column in self.columns)
+        body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        note = f"<p class=note>{_text(self.note)}</p>" if self.note else ""
+        return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
+
+
+def score_table(results: Sequence[Result]) -> Table:
+    """A row for each environment and setting: our score, then the published ones."""
+    groups = grouped(results)
+    several = len({setting for _, setting in groups}) > 1
+    reference = reference_scores()
+    published = [column for column in PUBLISHED if any(column in reference.get(game_of(env), {}) for env, _ in groups)]
+    rows = []
+    for (env, setting), seeds in groups.items():
+        row = [game_of(env), *([setting] if several else []), *_our_cells(seeds)]
+        row += [_number(reference.get(game_of(env), {}).get(column)) for column in published]
+        rows.append(row)
+    columns = ["environment", *(["setting"] if several else []), "steps", "seeds", "score", "episodes"]
+    columns += ["human-normalised", *(PUBLISHED[column] for column in published)]
+    note = (
+        "Score: mean over seeds of each seed's mean return, with a 95 % bootstrap interval over seeds; of one seed the "
+        "interval is over its episodes. `eval`: episodes of the last checkpoint; `train`: the last training episodes, "
+        "for a run that was not evaluated."
+    )
+    if published:
+        note += " Published scores are of 100,000 steps (sources: config_files/atari_scores.csv)."
+    return Table("Scores", columns, rows, note)
+
+
+def _our_cells(seeds: Sequence[Result]) -> list[str]:
+    """Steps, number of seeds, score with interval, what was averaged, human-normalised score."""
+    steps = sorted({result.steps for result in seeds})
+    shown_steps = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+    scores = [score for result in seeds if (score := result.score()) is not None]
+    if not scores:
+        return [shown_steps, str(len(seeds)), "no episode ended", "0", "-"]
+    means = [score.mean for score in scores]
+    low, high = bootstrap_interval(means) if len(means) > 1 else scores[0].interval
+    kinds = sorted({_episodes(score) for score in scores})
+    normalised = human_normalised_score(seeds[0].env, float(np.mean(means)))
+    return [
+        shown_steps,
+        str(len(scores)),
+        f"{np.mean(means):.2f} ({low:.2f} to {high:.2f})",
+        " / ".join(kinds),
+        "-" if normalised is None else f"{normalised:.3f}",
+    ]
+
+
+def _episodes(score: Score) -> str:
+    return f"{score.episodes} {'eval' if score.evaluated else 'train'}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}".removesuffix(".0")
+
+
+def seed_table(results: Sequence[Result]) -> Table:
+    """A row for each run."""
+    rows = []
+    for result in results:
+        score, normalised = result.score(), result.normalised()
+        origin = {**(result.evaluation or {}), **result.origin}
+        hardware = origin.get("hardware", {})
+        machine = hardware.get("accelerator", "none")
+        rows.append(
+            [
+                result.game,
+                result.setting,
+                str(result.seed),
+                f"{result.steps:,} of {result.config.JointTrainAgent.SampleMaxSteps:,}",
+                "-" if score is None else f"{score.mean:.2f} ({_episodes(score)})",
+                "-" if normalised is None else f"{normalised:.3f}",
+                (machine if machine != "none" else hardware.get("processor", "-")) or "-",
+                (origin.get("commit") or "-")[:10],
+            ]
+        )
+    columns = ["environment", "setting", "seed", "steps", "score", "human-normalised", "machine", "commit"]
+    return Table("Runs", columns, rows)
+
+
+def config_table(results: Sequence[Result]) -> Table:
+    """What describes the method in a few words, for each setting."""
+    rows = []
+    for setting in dict.fromkeys(result.setting for result in results):
+        config = next(result.config for result in results if result.setting == setting)
+        training, world_model = config.JointTrainAgent, config.Models.WorldModel
+        batch = f"{training.BatchSize} × {training.BatchLength}"
+        imagined = f"{training.ImagineBatchSize} × {training.ImagineBatchLength}"
+        every = f"{training.TrainDynamicsEverySteps} / {training.TrainAgentEverySteps}"
+        rows.append([setting, world_model.Backbone, config.Models.Agent.Policy, batch, imagined, every])
+    columns = ["setting", "backbone", "policy", "batch", "imagined", "steps per update (model / policy)"]
+    return Table("Settings", columns, rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- aggregates
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Human-normalised scores of the Atari100k games among the results.   scores: {setting: {game: one a seed}}."""
+
+    scores: Mapping[str, Mapping[str, Sequence[float]]]
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> "Benchmark":
+        scores: dict[str, dict[str, list[float]]] = {}
+        for result in results:
+            value = result.normalised()
+            if value is not None:
+                scores.setdefault(result.setting, {}).setdefault(result.game, []).append(value)
+        return cls(scores)
+
+    def matrices(self) -> dict[str, np.ndarray]:
+        """{setting: (seeds, games)}."""
+        return {setting: score_matrix(by_game) for setting, by_game in self.scores.items()}
+
+    def means(self) -> dict[str, dict[str, float]]:
+        return {
+            setting: {game: float(np.mean(values)) for game, values in by_game.items()}
+            for setting, by_game in self.scores.items()
+        }
+
+    def comparable(self) -> list[tuple[str, str]]:
+        """Pairs of settings that were run on the same games."""
+        names = list(self.scores)
+        return [(a, b) for a in names for b in names if a != b and list(self.scores[a]) == list(self.scores[b])]
+
+
+def aggregate_table(benchmark: Benchmark, estimates: Mapping[str, Mapping[str, Estimate]]) -> Table:
+    """Aggregates of each setting, then mean and median of published methods over the same games."""
+    rows = []
+    for setting, found in estimates.items():
+        runs, games = benchmark.matrices()[setting].shape
+        rows.append([f"{setting} (this repository)", str(games), str(runs), *(_estimate(found[m]) for m in MEASURES)])
+    reference = reference_scores()
+    games = list(dict.fromkeys(game for by_game in benchmark.scores.values() for game in by_game))
+    for column, name in PUBLISHED.items():
+        known = [game for game in games if column in reference[game]]
+        if column not in ("random", "human") and known:
+            values = [human_normalised_score(game, reference[game][column]) for game in known]
+            mean, median = f"{np.mean(values):.3f}", f"{np.median(values):.3f}"
+            rows.append([name, f"{len(known)}", "-", mean, median, "-", "-"])
+    note = (
+        "Over these games only, human-normalised; 95 % stratified bootstrap intervals over seeds, none for one seed. "
+        "Seeds: those that every game has. Published methods: from their mean scores, so IQM and optimality gap, which "
+        "need each seed's, are not known; a row covers the games whose score was read."
+    )
+    return Table("Aggregates", ["method", "games", "seeds", *MEASURES], rows, note)
+
+
+def _estimate(estimate: Estimate) -> str:
+    interval = f" ({estimate.low:.3f} to {estimate.high:.3f})" if np.isfinite(estimate.low) else ""
+    return f"{estimate.value:.3f}{interval}"
+
+
+def improvement_table(benchmark: Benchmark) -> Table:
+    """P(X > Y) of every pair of settings."""
+    matrices = benchmark.matrices()
+    rows = [[x, y, _estimate(probability_of_improvement(matrices[x], matrices[y]))] for x, y in benchmark.comparable()]
+    return Table("Probability of improvement", ["X", "Y", "P(X > Y)"], rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class Picture:
+    caption: str
+    file: str  # its name in the report's folder
+    data: bytes  # PNG
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it, in this order."""
+
+    title: str
+    text: str = ""
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+
+
+def build_sections(results: Sequence[Result]) -> list[Section]:
+    """The whole report, figures drawn."""
+    curves = Picture("Return of training episodes", "figures/learning_curves.png", figures.learning_curves(results))
+    sections = [
+        Section("Scores", _honesty(results), [score_table(results)]),
+        Section("Learning curves", "Bands: 95 % bootstrap intervals over seeds.", [], [curves]),
+        *_benchmark_sections(Benchmark.of(results)),
+        Section("What the models see", _SAMPLES, [], _sample_pictures(results)),
+        Section("Settings and runs", "", [config_table(results), seed_table(results)]),
+    ]
+    return [section for section in sections if section.tables or section.pictures or section.title == "Scores"]
+
+
+_SAMPLES = (
+    "Reconstructions: frames, what the decoder made of them, the difference. Open-loop predictions: after the line the "
+    "model gets the actions that were taken, and no frames. Imagined rollouts: after the line the policy plays inside "
+    "the model alone."
+)
+
+
+def _honesty(results: Sequence[Result]) -> str:
+    """What a reader has to know before believing a score."""
+    seeds = {len(group) for group in grouped(results).values()}
+    least, most = min(seeds), max(seeds)
+    number = f"{least}" if least == most else f"{least} to {most}"
+    sentences = [f"{len(results)} run{'s' if len(results) > 1 else ''}, {number} seed{'s' if most > 1 else ''} each."]
+    short = sum(result.game in reference_scores() and result.steps < 100_000 for result in results)
+    if short:
+        sentences.append(
+            f"{short} ended before 100,000 steps: samples of what training does, not comparable with published scores."
+        )
+    unscored = sum((score := result.score()) is not None and not score.evaluated for result in results)
+    if unscored:
+        sentences.append(f"{unscored} not evaluated: the score is of training episodes.")
+    return " ".join(sentences)
+
+
+def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
+    """Bars, aggregates and profiles of the games that have reference scores."""
+    if not benchmark.scores:
+        return []
+    bars = figures.game_bars(benchmark.means(), BARS, PUBLISHED)
+    sections = [Section("By game", "", [], [Picture("Human-normalised scores", "figures/games.png", bars)])]
+    obstacle = why_no_aggregates()
+    if obstacle is not None:
+        return [*sections, Section("Aggregates", f"Not computed: {obstacle}.", [Table("", [], [])])]
+    matrices = benchmark.matrices()
+    estimates = {setting: aggregates(matrix) for setting, matrix in matrices.items()}
+    profiles = {setting: performance_profile(matrix, THRESHOLDS) for setting, matrix in matrices.items()}
+    drawn = [
+        Picture("Aggregates", "figures/aggregates.png", figures.aggregate_intervals(estimates)),
+        Picture("Performance profiles", "figures/profiles.png", figures.performance_profiles(profiles, THRESHOLDS)),
+    ]
+    tables = [aggregate_table(benchmark, estimates)]
+    tables += [improvement_table(benchmark)] if benchmark.comparable() else []
+    return [*sections, Section("Aggregates", "", tables, drawn)]
+
+
+def _sample_pictures(results: Sequence[Result]) -> list[Picture]:
+    """Pictures of the first seed of each environment and setting."""
+    shown = [seeds[0] for seeds in grouped(results).values()][:PICTURED_RUNS]
+    pictures = []
+    for number, result in enumerate(shown):
+        for caption, path in result.pictures().items():
+            where = f"{result.game}, {result.setting}, seed {result.seed}: {caption.lower()}"
+            pictures.append(Picture(where, f"figures/sample_{number}_{path.name}", path.read_bytes()))
+    return pictures
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def _text(text: str) -> str:
+    """Escaped, with `code` marked up."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def html_page(title: str, sections: Sequence[Section]) -> str:
+    """One page that needs nothing else: style and pictures are in it."""
+    parts = []
+    for section in sections:
+        parts.append(f"<h2>{_text(section.title)}</h2>")
+        parts += [f"<p>{_text(section.text)}</p>"] if section.text else []
+        for table in section.tables:
+            parts += [f"<h3>{_text(table.title)}</h3>"] if len(section.tables) > 1 else []
+            parts.append(table.html())
+        for picture in section.pictures:
+            data = base64.b64encode(picture.data).decode()
+            caption = _text(picture.caption)
+            image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+            parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+    return _PAGE.format(title=_text(title), body="\n".join(parts))
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1c2530; background: #fff;
+  max-width: 1080px; margin: 2rem auto; padding: 0 1.2rem; }}
+h1 {{ font-size: 1.6rem; }}
+h2 {{ font-size: 1.2rem; margin-top: 2.4rem; border-bottom: 1px solid #d8dee6; padding-bottom: .3rem; }}
+h3 {{ font-size: 1rem; margin-bottom: .3rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }}
+th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #e3e8ee; text-align: right; white-space: nowrap; }}
+th {{ background: #f4f6f9; }}
+th:first-child, td:first-child {{ text-align: left; }}
+tbody tr:hover {{ background: #f8fafc; }}
+.note, figcaption {{ color: #5a6675; font-size: .85rem; }}
+figure {{ margin: 1.2rem 0; }}
+img {{ max-width: 100%; height: auto; }}
+code {{ background: #f1f3f6; padding: 0 .25em; border-radius: 3px; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def markdown_page(title: str, sections: Sequence[Section]) -> str:
+    """The same in Markdown, with pictures in files beside it; sample pictures stay in the HTML page."""
+    parts = [f"# {title}"]
+    for section in sections:
+        shown = [picture for picture in section.pictures if not picture.file.startswith("figures/sample_")]
+        if not (section.text and not section.pictures) and not section.tables and not shown:
+            continue
+        parts.append(f"## {section.title}")
+        parts += [section.text] if section.text else []
+        for table in section.tables:
+            parts += [f"### {table.title}"] if len(section.tables) > 1 else []
+            parts.append(table.markdown())
+        parts += [f"![{picture.caption}]({picture.file})" for picture in shown]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(results: Sequence[Result], out: Path, title: str) -> None:
+    """report.html, report.md and figures/ in `out`."""
+    sections = build_sections(results)
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    for section in sections:
+        for picture in section.pictures:
+            if not picture.file.startswith("figures/sample_"):
+                write_atomic(out / picture.file, picture.data)
+    write_atomic(out / "report.html", html_page(title, sections).encode())
+    write_atomic(out / "report.md", markdown_page(title, sections).encode())
+
+
+def readme_section(results: Sequence[Result], out: Path, readme: Path) -> str:
+    """What stands between the markers of a README: the score table and where the rest is."""
+    table = score_table(results)
+
+    def link(path: Path) -> str:
+        return Path(os.path.relpath(path, readme.parent)).as_posix()
+
+    cards = [result for result in results if (result.folder / CARD).is_file()]
+    listed = ", ".join(f"[{result.game}, seed {result.seed}]({link(result.folder / CARD)})" for result in cards)
+    parts = [_honesty(results), table.markdown()]
+    parts.append(f"Curves and figures: [report.md]({link(out / 'report.md')}), and `report.html` beside it.")
+    parts += [f"Model cards: {listed}."] if cards else []
+    return "\n\n".join(parts)
+
+
+def update_readme(readme: Path, section: str) -> None:
+    """Put `section` between the markers."""
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ResultError(f"{readme}: expected one line `{BEGIN}` and after it one `{END}`")
+    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    write_atomic(readme, f"{before}{BEGIN}\n\n{section}\n\n{after}".encode())
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def report_command(words: Sequence[str], say: Callable[[str], Any] = print) -> None:
+    """`eval.py --report ...`."""
+    parser = argparse.ArgumentParser("eval.py --report", description="A page, a table and figures of runs and sweeps.")
+    parser.add_argument("paths", nargs="+", type=Path, help="folders of runs, of sweeps, or that hold such")
+    parser.add_argument("--out", type=Path, default=None, help="where to (default: `report` in the first path)")
+    parser.add_argument("--title", default="Drama: results")
+    parser.add_argument("--readme", type=Path, action="append", default=[], help="a file with a results section")
+    options = parser.parse_args(words)
+    results = collect(options.paths)
+    out = options.out or options.paths[0] / "report"
+    write_report(results, out, options.title)
+    for readme in options.readme:
+        for result in results:
+            write_card(result.folder)
+        update_readme(readme, readme_section(results, out, readme))
+    say(f"{len(results)} run(s): {out / 'report.html'}, {out / 'report.md'}")

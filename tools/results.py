@@ -1,0 +1,289 @@
+"""Runs as results: found in folders, stored for publication, each with a model card.
+
+    results/NAME/config.yaml, metrics.jsonl      as in a run's folder
+                 eval/<checkpoint>/              episodes.csv, summary.json, imagined.png
+                 pictures/                       learning curve, newest reconstruction and open-loop prediction
+                 origin.json                     command, versions, hardware and commit of the training; `note`, by hand
+                 model.pt                        weights for eval.py, if they fit in `MODEL_BYTES`
+                 CARD.md                         made from the others
+
+Every folder that has config.yaml and metrics.jsonl is a result: a run's, a stored one, each one below a sweep's.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from envs.my_atari import game_of, human_normalised_score, reference_scores
+from tools.checkpoints import CheckpointError, read_json, read_model, write_atomic
+from tools.export import export_model
+from tools.run import EPISODE_RETURN, REPORTED_EPISODES, bootstrap_interval, read_metrics
+from utils import RUN_CONFIG_NAME, Config, flatten_config, load_config
+
+logger = logging.getLogger("drama.results")
+
+MODEL_BYTES = 16_000_000  # a larger model is not stored beside its figures
+ORIGIN = "origin.json"
+CARD = "CARD.md"
+# Keys in which runs may differ and still be the same setting: where and how fast they ran, what they showed.
+SAME_SETTING = (
+    "BasicSettings.Env_name", "BasicSettings.Seed", "BasicSettings.RunDir", "BasicSettings.SavePath",
+    "BasicSettings.Device", "BasicSettings.Use_cg", "BasicSettings.Compile", "BasicSettings.ReplayBufferOnGPU",
+    "BasicSettings.Kernels", "BasicSettings.Deterministic", "JointTrainAgent.SaveEverySteps",
+    "JointTrainAgent.SaveModels", "JointTrainAgent.LogEverySteps", "n",
+)  # fmt: skip
+SAME_SETTING_SECTIONS = ("Evaluate.", "Wandb.")
+
+
+class ResultError(RuntimeError):
+    """Nothing to report on, or something that can't be stored; the message is one line."""
+
+
+class Score(NamedTuple):
+    """What a run reached: the mean over `episodes` episodes, of an evaluation or of the end of training."""
+
+    mean: float
+    episodes: int
+    evaluated: bool
+    interval: tuple[float, float]  # bootstrap over episodes, 95 %
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: its folder's content, read."""
+
+    folder: Path
+    config: Config
+    metrics: dict[str, tuple[np.ndarray, np.ndarray]]  # as read_metrics gives them
+    evaluation: dict[str, Any] | None  # summary.json of the newest checkpoint's evaluation
+    origin: dict[str, Any]
+    setting: str = "default"
+
+    @property
+    def env(self) -> str:
+        return self.config.BasicSettings.Env_name
+
+    @property
+    def game(self) -> str:
+        return game_of(self.env)
+
+    @property
+    def seed(self) -> int:
+        return self.config.BasicSettings.Seed
+
+    @property
+    def steps(self) -> int:
+        """The newest environment step that was logged."""
+        return max((int(steps[-1]) for steps, _ in self.metrics.values() if len(steps)), default=0)
+
+    def score(self) -> Score | None:
+        """Of the newest evaluation; without one the last training episodes', None before the first episode ended."""
+        if self.evaluation is not None:
+            interval = tuple(self.evaluation["mean_interval_95"])
+            return Score(self.evaluation["mean"], self.evaluation["episodes"], True, interval)
+        returns = self.metrics.get(EPISODE_RETURN, (None, np.zeros(0)))[1][-REPORTED_EPISODES:]
+        if not len(returns):
+            return None
+        return Score(float(returns.mean()), len(returns), False, bootstrap_interval(returns))
+
+    def normalised(self) -> float | None:
+        """The human-normalised score; None for an environment without references, or without a score."""
+        score = self.score()
+        return None if score is None else human_normalised_score(self.env, score.mean)
+
+    def pictures(self) -> dict[str, Path]:
+        """The newest picture of each kind, by its caption."""
+        kinds = {
+            "Reconstructions": "pictures/reconstruction_*.png",
+            "Open-loop predictions": "pictures/open_loop_*.png",
+            "Imagined rollouts": "eval/*/imagined.png",
+        }
+        found = {caption: sorted(self.folder.glob(pattern)) for caption, pattern in kinds.items()}
+        return {caption: paths[-1] for caption, paths in found.items() if paths}
+
+
+# ----------------------------------------------------------------------------------------------------------------- find
+
+
+def collect(paths: Iterable[str | Path]) -> list[Result]:
+    """The results in the folders and below them, each once, settings labelled.
+
+    Raises:
+        ResultError: a path does not exist, or there is no result at all.
+    """
+    folders: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise ResultError(f"{path}: no such folder, expected a run's, a sweep's or one that holds such")
+        found = sorted(file.parent for file in path.rglob("metrics.jsonl") if _is_result(file.parent))
+        if not found:
+            raise ResultError(f"{path}: no run in it or below it: none has {RUN_CONFIG_NAME} and metrics.jsonl")
+        folders |= dict.fromkeys(found)
+    return label_settings([read_result(folder) for folder in folders])
+
+
+def _is_result(folder: Path) -> bool:
+    if (folder / RUN_CONFIG_NAME).is_file():
+        return True
+    logger.warning("%s is passed over: it has no %s", folder, RUN_CONFIG_NAME)
+    return False
+
+
+def read_result(folder: Path) -> Result:
+    """A run's folder, or a stored one."""
+    found = sorted((folder / "eval").glob("step_*/summary.json"))
+    origin = read_json(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
+    config = load_config(["--config", str(folder / RUN_CONFIG_NAME)], "eval.py").config  # over the defaults: may be old
+    return Result(folder, config, read_metrics(folder), read_json(found[-1]) if found else None, origin)
+
+
+def label_settings(results: Sequence[Result]) -> list[Result]:
+    """The results with `setting` set: the keys in which they differ, `default` where they do not."""
+    flat = [_method_keys(result.config) for result in results]
+    varying = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
+    labelled = []
+    for result, keys in zip(results, flat, strict=True):
+        setting = ", ".join(f"{key.rpartition('.')[2]} {keys[key]}" for key in varying) or "default"
+        labelled.append(Result(**{**vars(result), "setting": setting}))
+    return labelled
+
+
+def _method_keys(config: Config) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in flatten_config(config).items()
+        if key not in SAME_SETTING and not key.startswith(SAME_SETTING_SECTIONS)
+    }
+
+
+def grouped(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
+    """{(environment, setting): its seeds}, in the order in which they first appear."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.env, result.setting), []).append(result)
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------------- store
+
+
+def store_run(source: Path, folder: Path) -> None:
+    """Copy what is published of a run, with a small model.pt if it fits, and write its card."""
+    if not (source / RUN_CONFIG_NAME).is_file() or not (source / "metrics.jsonl").is_file():
+        raise ResultError(f"{source}: not a run's folder, it has no {RUN_CONFIG_NAME} or no metrics.jsonl")
+    result = read_result(source)
+    kept = [source / RUN_CONFIG_NAME, source / "metrics.jsonl", source / ORIGIN, *result.pictures().values()]
+    kept += [source / "pictures" / "learning_curve.png"]
+    kept += [*source.glob("eval/*/episodes.csv"), *source.glob("eval/*/summary.json")]
+    for file in kept:
+        if file.is_file():
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+    _store_model(source, folder / "model.pt")
+    write_card(folder)
+
+
+def _store_model(source: Path, target: Path) -> None:
+    try:
+        size = export_model(read_model(source), target)
+    except CheckpointError as error:
+        logger.warning("no model is stored: %s", error)
+        return
+    if size > MODEL_BYTES:
+        target.unlink()
+        logger.warning("no model is stored: it would take %.1f MB, more than %.1f", size / 1e6, MODEL_BYTES / 1e6)
+
+
+# ----------------------------------------------------------------------------------------------------------------- card
+
+
+def write_card(folder: Path) -> Path:
+    """CARD.md of a stored result, from its files alone."""
+    path = folder / CARD
+    write_atomic(path, card(read_result(folder)).encode())
+    return path
+
+
+def card(result: Result) -> str:
+    """The model card in Markdown."""
+    score = result.score()
+    sections = [
+        f"# Drama on {result.env}, seed {result.seed}",
+        result.origin.get("note", ""),
+        _card_table("What it is", _what(result)),
+        _card_table("Scores", _scores(result, score)),
+        _card_table("Where it was made", _where(result)),
+        _use(result, score),
+    ]
+    return "\n\n".join(part for part in sections if part) + "\n"
+
+
+def _card_table(title: str, rows: Mapping[str, Any]) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join([f"## {title}", "", "| | |", "| --- | --- |", *lines])
+
+
+def _what(result: Result) -> dict[str, Any]:
+    world_model, training = result.config.Models.WorldModel, result.config.JointTrainAgent
+    return {
+        "method": "Drama (arXiv 2410.08893): a world model of the game's pixels, a policy trained inside it alone",
+        "sequence model, policy": f"{world_model.Backbone}, {result.config.Models.Agent.Policy}",
+        "training": f"{result.steps:,} environment steps of {training.SampleMaxSteps:,}; "
+        f"an update of the world model every {training.TrainDynamicsEverySteps} steps, "
+        f"of the policy every {training.TrainAgentEverySteps}",
+        "seeds": f"one ({result.seed})",
+        "configuration": f"[`{RUN_CONFIG_NAME}`]({RUN_CONFIG_NAME})",
+        "weights": "`model.pt`, matrices in fp16, without critics: `python eval.py` takes this folder"
+        if (result.folder / "model.pt").is_file()
+        else "not stored",
+    }
+
+
+def _scores(result: Result, score: Score | None) -> dict[str, Any]:
+    if score is None:
+        return {"score": "no episode ended"}
+    low, high = score.interval
+    kind = "episodes of the final checkpoint" if score.evaluated else "last training episodes; not evaluated"
+    rows = {"mean return": f"{score.mean:.2f} over {score.episodes} {kind} (95 % interval {low:.2f} to {high:.2f})"}
+    if result.evaluation is not None:
+        rows["actions"] = "the policy's mode" if result.evaluation["greedy"] else "sampled"
+    reference = reference_scores().get(result.game)
+    if reference is not None:
+        rows["human-normalised"] = f"{result.normalised():.3f} (0 is random play, 1 a human tester)"
+        rows["random, human"] = f"{reference['random']:g}, {reference['human']:g}"
+        paper = f"{reference['drama_mamba2']:g}" if "drama_mamba2" in reference else "not known"
+        rows["paper (5 seeds, 100,000 steps)"] = paper
+    return rows
+
+
+def _where(result: Result) -> dict[str, Any]:
+    """Of the training where that is known, else of the evaluation, said as such."""
+    rows = {"command": f"`{result.origin['command']}`"} if "command" in result.origin else {}
+    for kind, origin in (("training", result.origin), ("evaluation", result.evaluation or {})):
+        if "hardware" in origin:
+            rows[f"{kind}, hardware"] = ", ".join(str(value) for value in origin["hardware"].values())
+        if "versions" in origin:
+            rows[f"{kind}, versions"] = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+        if origin.get("commit"):
+            rows[f"{kind}, commit"] = f"`{origin['commit']}`"
+    return rows or {"origin": "not recorded"}
+
+
+def _use(result: Result, score: Score | None) -> str:
+    limits = ["One seed: how far other seeds differ is not known from this run."]
+    if result.steps < result.config.JointTrainAgent.SampleMaxSteps or result.steps < 100_000:
+        limits.append(f"{result.steps:,} steps are fewer than the 100,000 of published Atari results: not comparable.")
+    if score is not None and not score.evaluated:
+        limits.append("The score is that of sampled actions during training, with the policy still changing.")
+    lines = "\n".join(f"- {limit}" for limit in limits)
+    return (
+        "## Intended use and limits\n\n"
+        f"For reproducing, comparing and teaching. The policy plays {result.env} as configured here and nothing else; "
+        f"it was trained on no data but its own play.\n\n{lines}"
+    )
