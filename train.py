@@ -111,7 +111,7 @@ def train(run: Run) -> None:
     seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
     with make_env_vector(config, start_step=run.start_step) as env:
         world_model, agent, replay = build(config, env, device)
-        actor = build_actor(config, world_model, agent)
+        actor = build_actor(config, world_model, agent, fuse=config.BasicSettings.Compile)
         collector = Collector(env, actor)
         watch = DivergenceWatch(run, world_model, agent, replay, spaces_of(env))
         update_world_model, update_agent = training_steps(config, world_model, agent, replay, watch)
@@ -135,6 +135,7 @@ def train(run: Run) -> None:
                 run.log(step, {EPISODE_RETURN: episode.episode_return, "episode/length": episode.episode_length})
             finished = step >= schedule.total_steps or run.stop_requested
             if schedule.log(step):
+                run.accumulate({"environment/restarts": env.restarts})
                 watch.stop_if_diverged(step, run.flush(step))
             if schedule.evaluate(step):
                 evaluation = evaluate(world_model, agent, config, seed=step)
@@ -301,7 +302,8 @@ def debug_batch(path: str, given: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for anything else."""
+    """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for any other, 130 after Ctrl-C and
+    143 after SIGTERM."""
     try:
         command = load_config(argv, "train.py")
         if command.doctor:
@@ -313,13 +315,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_start(command.config)
         with use_tier(command.config.BasicSettings.Kernels), open_run(command.config, command.resume) as run:
             train(run)
+        return run.exit_code
     except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RunError, CheckpointError, ReplayFileError, EnvironmentOutputError, WorkerFailed, Diverged) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:  # before the run's folder was made; afterwards it ends in order
+        print("stopped by Ctrl-C before the first step", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

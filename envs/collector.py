@@ -35,6 +35,8 @@ class StreamingActor(Protocol):
 class Collector:
     """Plays `env` with `actor`. A step is split into `send` and `receive`, so that training can run in between.
 
+    Every row is a transition that happened. Where an environment failed, the broken episode ends with the row before
+    (nothing is known of its last action), and the action is taken in the episode that replaces it.
     `finished` lists the episodes that ended in the last step, one entry an environment.
     """
 
@@ -43,23 +45,30 @@ class Collector:
         self.finished: list[FinishedEpisode] = []
         self._obs = env.reset()  # (E, H, W, C)
         self._is_first = np.ones(env.num_envs, dtype=bool)
+        self._forgets = np.ones(env.num_envs, dtype=bool)  # whose memory in the actor ends: as a rule `_is_first`
         self._state = actor.init_state(self._obs)
         self._action: np.ndarray | None = None
 
     def send(self, explore: bool) -> None:
         """Choose an action for the newest observations (at random if `explore`) and set the environments going."""
-        self._action, self._state = self.actor.act(self._obs, self._state, self._is_first, explore)
+        self._action, self._state = self.actor.act(self._obs, self._state, self._forgets, explore)
         self.env.step_async(self._action)
 
     def receive(self) -> Row:
         """Wait for the environments; the row of the step that `send` began."""
-        result = self.env.step_wait()
-        row = Row(self._obs, self._action, result.reward, result.terminated | result.life_loss, self._is_first)
+        result, failed = self.env.step_wait(), np.zeros(self.env.num_envs, dtype=bool)
+        while result.restarted.any():  # ends: restarts are limited
+            failed |= result.restarted
+            self._obs = np.where(result.restarted[:, None, None, None], result.obs, self._obs)
+            result = self.env.retake(result, self._action)
+        is_first = self._is_first | failed
+        row = Row(self._obs, self._action, result.reward, result.terminated | result.life_loss, is_first)
         self.finished = [
             FinishedEpisode(float(result.episode_return[i]), int(result.episode_length[i]))
             for i in np.flatnonzero(result.finished)
         ]
         self._obs, self._is_first = result.obs, result.is_first
+        self._forgets = result.is_first | failed  # the actor remembers the action, but after another observation
         return row
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +77,13 @@ class Collector:
             env_state = self.env.get_state()
         except NotImplementedError:
             env_state = None
-        return {"obs": self._obs, "is_first": self._is_first, "actor": self._state.tensors(), "env": env_state}
+        return {
+            "obs": self._obs,
+            "is_first": self._is_first,
+            "forgets": self._forgets,
+            "actor": self._state.tensors(),
+            "env": env_state,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue where `state` was taken. Without an environment state a new episode begins instead: then False."""
@@ -76,5 +91,6 @@ class Collector:
             return False
         self.env.set_state(state["env"])
         self._obs, self._is_first = np.array(state["obs"]), np.array(state["is_first"])
+        self._forgets = np.array(state["forgets"])
         self._state.load(state["actor"])
         return True

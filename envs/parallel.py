@@ -9,7 +9,8 @@ followed by a step whose action is ignored; such a row must not reach a replay b
 
 A worker that dies, hangs for `timeout` seconds or raises is reported with its traceback and replaced, at most
 `max_restarts` times for each environment; its unfinished episode is closed as truncated with reward 0, the last
-observation that was seen as the final one, and `restarted` set. After that, and at once where the fault is the
+observation that was seen as the final one, and `restarted` set. That step did not happen: `retake` makes it good in the
+new episode, for whoever records transitions. After that, and at once where the fault is the
 environment's own output (EnvironmentOutputError), WorkerFailed is raised. Workers start from a fork server (never from
 this process, which may hold threads and a GPU), ignore Ctrl-C, and end when the main process does, however it ends.
 
@@ -27,7 +28,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -386,14 +387,25 @@ class VectorEnv:
             lane.send(actions[index : index + 1])
 
     def step_wait(self) -> StepResult:
-        moments, restarted = [], np.zeros(self.num_envs, bool)
-        for index, lane in enumerate(self._lanes):
-            try:
-                moment = lane.receive()
-            except _LaneFault as fault:
-                moment, restarted[index] = self._close_episode(index, fault), True
-            moments.append(moment)
+        moments, restarted = zip(*map(self._receive, range(self.num_envs)), strict=True)
+        return self._collect(moments, np.array(restarted))
+
+    def retake(self, result: StepResult, actions: np.ndarray) -> StepResult:
+        """`result` with the replaced environments' actions taken in their new episodes, whose `obs` it holds.
+
+        One that fails again is replaced again and is `restarted` in what comes back, too.
+        """
+        moments = [self._moment_in(result, index) for index in range(self.num_envs)]
+        restarted = np.zeros(self.num_envs, bool)
+        for index in np.flatnonzero(result.restarted).tolist():
+            self._lanes[index].send(np.asarray(actions)[index : index + 1])
+            moments[index], restarted[index] = self._receive(index)
         return self._collect(moments, restarted)
+
+    @property
+    def restarts(self) -> int:
+        """Environments that failed and were replaced, since the beginning."""
+        return sum(lane.restarts for lane in self._lanes)
 
     def get_state(self) -> list[dict[str, Any]]:
         """All that each environment's future depends on, as plain values; NotImplementedError where one cannot."""
@@ -442,7 +454,20 @@ class VectorEnv:
         except _LaneFault as fault:
             raise WorkerFailed(f"{self._label(index)}: {method}: {fault}") from fault
 
-    def _collect(self, moments: list[_Moment], restarted: np.ndarray) -> StepResult:
+    def _receive(self, index: int) -> tuple[_Moment, bool]:
+        """A lane's answer, and whether it failed and was replaced."""
+        try:
+            return self._lanes[index].receive(), False
+        except _LaneFault as fault:
+            return self._close_episode(index, fault), True
+
+    @staticmethod
+    def _moment_in(result: StepResult, index: int) -> _Moment:
+        shared = set(_Moment._fields) - {"final_obs"}
+        values = {name: getattr(result, name)[index] for name in shared}
+        return _Moment(**values, final_obs=result.final_obs.get(index))
+
+    def _collect(self, moments: Sequence[_Moment], restarted: np.ndarray) -> StepResult:
         column = {field: [getattr(moment, field) for moment in moments] for field in _Moment._fields}
         terminated, truncated = np.array(column["terminated"], bool), np.array(column["truncated"], bool)
         ended = terminated | truncated

@@ -133,7 +133,7 @@ def test_continuous_runs_evaluate(tmp_path):
     ("arguments", "code", "text"),
     [
         ([], 2, "BasicSettings.SavePath"),
-        (["--BasicSettings.SavePath", "no/such/run"], 1, "no/such/run"),
+        (["--BasicSettings.SavePath", "no/such/run"], 2, "no/such/run"),
         (["--Evaluate.EpisodeNum", "0"], 2, "Evaluate.EpisodeNum"),
     ],
 )

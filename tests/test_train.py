@@ -263,7 +263,7 @@ def test_atari_goes_through_every_phase(tmp_path):
     [
         (["--BasicSettings.Env_name", "ALE/Pongg-v5"], 2, "ALE/Pong-v5"),
         (["--JointTrainAgent.BatchSise", "3"], 2, "JointTrainAgent.BatchSize"),
-        (["--BasicSettings.SavePath", "nowhere"], 1, "nowhere"),
+        (["--BasicSettings.SavePath", "nowhere"], 2, "nowhere"),
         (["--resume", "nowhere"], 2, "nowhere"),
         (["--BasicSettings.Kernels", "triton"], 2, "BasicSettings.Kernels = triton"),
     ],

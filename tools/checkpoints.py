@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from utils import ConfigError
+
 logger = logging.getLogger("drama.checkpoints")
 
 CHECKPOINT_FORMAT = 1
@@ -36,6 +38,10 @@ MAX_JSON_BYTES = 64 * 2**20  # a larger manifest is not ours
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is missing, damaged, unsafe or of another architecture; the message is one line."""
+
+
+class NoCheckpoint(CheckpointError, ConfigError):
+    """A path of the user's where no checkpoint is: a fault of usage."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -177,6 +183,8 @@ def read_plain(path: Path) -> Any:
     """Tensors and plain values of one of our files, on the host; CheckpointError if it can't be read as such."""
     try:
         return _deserialise(path.read_bytes(), path, "cpu")
+    except FileNotFoundError:
+        raise NoCheckpoint(f"{path}: no such file; {folder_listing(path.absolute().parent)}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error_reason(error)})") from None
 
@@ -362,7 +370,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
             logger.warning("checkpoint %s is damaged: %s is used", checkpoints.named()[-1], complete[-1])
         return complete[-1] / "model.pt"
     wanted = "no complete checkpoint in it" if path.is_dir() else "no such file or folder"
-    raise CheckpointError(
+    raise NoCheckpoint(
         f"{path}: {wanted}, expected a run's folder, a checkpoint's folder or a model.pt; "
         f"{folder_listing(path.absolute())}"
     )

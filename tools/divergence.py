@@ -244,7 +244,7 @@ def not_finite(name: str, value: Any) -> list[str]:
 
 @contextmanager
 def _observed(modules: Mapping[str, nn.Module], findings: _Findings) -> Iterator[None]:
-    """Inside, every module's output and every parameter's gradient (before clipping) is looked at."""
+    """Inside, every module's (first bad) output and every parameter's gradient (before clipping) is looked at."""
     with ExitStack() as hooks:
         for part, root in modules.items():
             for name, module in root.named_modules(prefix=part):
@@ -258,7 +258,11 @@ def _observed(modules: Mapping[str, nn.Module], findings: _Findings) -> Iterator
 
 
 def _note_output(label: str, findings: _Findings) -> Any:
-    return lambda module, inputs, output: findings.forward.extend(not_finite(label, output))
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not any(known.startswith(label) for known in findings.forward):  # imagination calls modules at every step
+            findings.forward.extend(not_finite(label, output))
+
+    return note
 
 
 def _note_gradient(name: str, findings: _Findings) -> Any:
@@ -266,26 +270,37 @@ def _note_gradient(name: str, findings: _Findings) -> Any:
 
 
 def repeat_update(fault: Fault, world_model: WorldModel, agent: ActorCriticAgent, horizon: int) -> _Findings:
-    """The update once more, eagerly and with autograd's anomaly detection."""
-    batch = Batch(*(rows.to(world_model.device) for rows in (getattr(fault.batch, name) for name in ROWS)))
+    """The update once more, eagerly."""
     findings = _Findings()
-    with _observed({"world_model": world_model, "agent": agent}, findings), torch.autograd.set_detect_anomaly(True):
-        try:
-            if fault.part == "world_model":
-                metrics = world_model.update(batch)
-            else:
-                rollout = world_model.imagine(agent, batch, horizon)
-                findings.forward.extend(not_finite("rollout", rollout._asdict()))
-                metrics = agent.update(rollout)
-        except RuntimeError as error:
-            if "nan values" not in str(error):
-                raise
-            findings.backward.append(str(error).splitlines()[0])
-            return findings
+    with _observed({"world_model": world_model, "agent": agent}, findings):
+        metrics = _update(fault, world_model, agent, horizon, findings)
     findings.values = [f"{name} {float(value)}" for name, value in metrics.items() if not torch.isfinite(value)]
     if metrics[f"{fault.part}/skipped"] and not findings:
         findings.backward.append("the gradient norm, of gradients that are each finite")
     return findings
+
+
+def find_function(fault: Fault, world_model: WorldModel, agent: ActorCriticAgent, horizon: int) -> str:
+    """What autograd's anomaly detection says about the update; where the forward call was goes to standard error."""
+    with torch.autograd.set_detect_anomaly(True):
+        try:
+            _update(fault, world_model, agent, horizon, _Findings())
+        except RuntimeError as error:
+            if "nan values" not in str(error):
+                raise
+            return str(error).splitlines()[0]
+    return "nothing"
+
+
+def _update(
+    fault: Fault, world_model: WorldModel, agent: ActorCriticAgent, horizon: int, findings: _Findings
+) -> dict[str, Tensor]:
+    batch = Batch(*(getattr(fault.batch, name).to(world_model.device) for name in ROWS))
+    if fault.part == "world_model":
+        return world_model.update(batch)
+    rollout = world_model.imagine(agent, batch, horizon)
+    findings.forward.extend(not_finite("rollout", rollout._asdict()))
+    return agent.update(rollout)
 
 
 def examine(fault: Fault, world_model: WorldModel, agent: ActorCriticAgent, horizon: int) -> str:
@@ -302,16 +317,25 @@ def examine(fault: Fault, world_model: WorldModel, agent: ActorCriticAgent, hori
     for seed in range(REPEATS):
         torch.manual_seed(seed)
         findings = repeat_update(fault, world_model, agent, horizon)
-        for part, module in modules.items():
-            module.load_state_dict(before[part])
+        _restore(modules, before)
         if findings:
-            return "\n".join(
-                [
-                    *lines,
-                    f"repeated with seed {seed}, not finite in the order of their appearance:",
-                    f"  outputs: {_some(findings.forward)}",
-                    f"  losses: {_some(findings.values)}",
-                    f"  gradients: {_some(findings.backward)}",
-                ]
-            )
+            torch.manual_seed(seed)
+            function = find_function(fault, world_model, agent, horizon)
+            _restore(modules, before)
+            return "\n".join([*lines, *_described(findings, seed, function)])
     return "\n".join([*lines, f"repeated with {REPEATS} seeds: everything was finite; it hangs on what was drawn"])
+
+
+def _restore(modules: Mapping[str, nn.Module], states: Mapping[str, dict[str, Tensor]]) -> None:
+    for part, module in modules.items():
+        module.load_state_dict(states[part])
+
+
+def _described(findings: _Findings, seed: int, function: str) -> list[str]:
+    return [
+        f"repeated with seed {seed}, not finite in the order of their appearance:",
+        f"  outputs: {_some(findings.forward)}",
+        f"  losses: {_some(findings.values)}",
+        f"  gradients: {_some(findings.backward)}",
+        f"  anomaly detection: {function}",
+    ]

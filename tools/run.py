@@ -516,6 +516,7 @@ class Run:
         self._old_signals: dict[int, Any] = {}
         self._process = os.getpid()
         self.stop_reason: str | None = None
+        self.exit_code = 0  # of the process: 128 + the number of the signal that stopped the run
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -611,6 +612,7 @@ class Run:
         if number == signal.SIGINT and self.stop_requested:
             raise SystemExit(128 + number)
         self.stop(name)
+        self.exit_code = 128 + number
         text = f"\n{name}: this step is finished and saved, then the run ends; Ctrl-C (again) leaves at once\n"
         os.write(2, text.encode())  # print and logging may be in the middle of a line here
 

@@ -1,9 +1,13 @@
 """What reaches the replay: rows in order, terminations from lost lives and ends, never from time limits."""
 
+import gymnasium
 import numpy as np
+import pytest
 
+from env_wrapper import Episode
 from envs.collector import Collector, FinishedEpisode
-from envs.parallel import StepResult
+from envs.parallel import StepResult, VectorEnv, WorkerFailed
+from envs.toy import Catch
 
 
 class ScriptedEnv:
@@ -87,3 +91,85 @@ def test_environments_without_a_state_begin_a_new_episode():
     assert state["env"] is None
     fresh = Collector(ScriptedEnv(), actor)
     assert fresh.load_state_dict(state) is False
+
+
+class Witness(gymnasium.Wrapper):
+    """Writes every transition that happened into `seen`, and raises in the steps of its life that `fatal` names."""
+
+    def __init__(self, env, seen, fatal):
+        super().__init__(env)
+        self.seen, self.fatal, self.count = seen, fatal, 0
+
+    def reset(self, **arguments):
+        self.obs, info = self.env.reset(**arguments)
+        self.is_first = True
+        return self.obs, info
+
+    def step(self, action):
+        self.count += 1
+        if self.count in self.fatal:
+            raise RuntimeError("emulator on fire")
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.seen.append((self.obs.tobytes(), int(action), float(reward), bool(terminated), self.is_first))
+        self.obs, self.is_first = obs, False
+        return obs, reward, terminated, truncated, info
+
+
+class RandomActor(CountingActor):
+    def act(self, obs, state, is_first, explore):
+        self.seen.append((obs.copy(), is_first.copy()))
+        return np.random.default_rng(len(self.seen)).integers(0, 3, len(obs)), state
+
+
+def collect(fatal, steps, max_restarts=3, num_envs=2):
+    """Rows of a vector whose environments fail as `fatal` (one set of steps a construction) says, and what happened."""
+    seen, plans = [], iter(fatal)
+
+    def build(seed):
+        return Episode(Witness(Catch(16), seen, next(plans, ())), "Test/Fire-v0", seed)
+
+    actor = RandomActor()
+    with VectorEnv(build, "Test/Fire-v0", num_envs, 0, False, max_restarts, 5.0) as env:
+        collector = Collector(env, actor)
+        rows = []
+        for _ in range(steps):
+            collector.send(explore=True)
+            rows.append(collector.receive())
+        return rows, seen, actor.seen, env.restarts
+
+
+@pytest.mark.parametrize(
+    ("fatal", "restarts"),
+    [
+        ([(), (5,)], 1),
+        ([(), (5,), (1,)], 2),  # (constructions: a sample, two environments, replacements) one that never steps
+        ([(), (12,), (9,), (1,), (1,)], 4),
+        ([(), (1,), (1,)], 2),
+    ],
+)
+def test_a_step_that_did_not_happen_is_no_row(fatal, restarts):
+    """A failed environment earned no reward 0: what the replay gets are transitions of the environment, all of them."""
+    rows, happened, shown, counted = collect(fatal, 30)
+    assert counted == restarts
+    stored = [
+        (r.obs[i].tobytes(), int(r.action[i]), float(r.reward[i]), bool(r.termination[i]), bool(r.is_first[i]))
+        for r in rows
+        for i in range(2)
+    ]
+    assert sorted(stored) == sorted(happened)
+    for earlier, later, (obs, forgets) in zip(rows, rows[1:], shown[1:], strict=False):
+        assert (later.is_first >= earlier.termination).all()
+        assert (forgets >= later.is_first).all() or not np.array_equal(obs, later.obs)
+
+
+def test_the_actor_forgets_what_the_failed_environment_showed():
+    """Its memory of the action belongs to an observation of the broken episode."""
+    rows, _, shown, _ = collect([(), (5,)], 8, num_envs=1)
+    assert [bool(row.is_first[0]) for row in rows][:6] == [True, False, False, False, True, False]
+    assert [bool(forgets[0]) for _, forgets in shown][:7] == [True, False, False, False, False, True, False]
+    assert not np.array_equal(shown[4][0], rows[4].obs) and np.array_equal(shown[5][0], rows[5].obs)
+
+
+def test_failures_without_end_stop_the_collection():
+    with pytest.raises(WorkerFailed, match="failed again after 3 restarts"):
+        collect([(), *[(1,)] * 9], 5, num_envs=1)
