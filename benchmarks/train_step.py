@@ -84,7 +84,7 @@ def measure(config: Config, steps: int, profile: bool) -> dict[str, dict[str, fl
     training, graphs = config.JointTrainAgent, config.BasicSettings.Use_cg
     env = make_env_vector(config, 0)
     world_model, agent, replay = build(config, env, device)
-    actor = build_actor(config, world_model, agent)
+    actor = build_actor(config, world_model, agent, fuse=config.BasicSettings.Compile)
     collector = Collector(env, actor)
     while not replay.can_sample(training.WorldModelWarmUp):
         collector.send(explore=True)

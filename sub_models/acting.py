@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sub_models.compilation import compiled
 from sub_models.cuda_graph import CapturedStep
 from sub_models.functions_losses import full_precision, sample_one_hot
 from sub_models.world_models import WorldModel
@@ -58,6 +59,7 @@ class Actor:
         act_on: 'prior' or 'posterior'.
         greedy: take the mode of the policy instead of a sample.
         capture: run a step as a CUDA graph (on a GPU).
+        fuse: send a captured step through torch.compile first, which takes it many seconds once.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Actor:
         act_on: str = "prior",
         greedy: bool = False,
         capture: bool = False,
+        fuse: bool = False,
     ) -> None:
         if act_on not in ("prior", "posterior"):
             raise ValueError(f"Actor: act_on is {act_on!r}, expected 'prior' or 'posterior'")
@@ -75,6 +78,7 @@ class Actor:
         self.act_on, self.greedy, self.capture = act_on, greedy, capture
         longest = world_model.sequence_model.max_seqlen  # None for a core with a recurrent state
         self.window_length = longest if context_length == 0 and longest is not None else context_length
+        self._captured_choice = compiled(self._choose) if fuse else self._choose
         self._captured: tuple[ActingState, CapturedStep] | None = None
         self._newest_inputs: tuple[Tensor, Tensor] | None = None
 
@@ -130,7 +134,7 @@ class Actor:
         """`_choose` as a CUDA graph over static inputs; captured anew for another state."""
         if self._captured is None or self._captured[0] is not state:
             step = CapturedStep(
-                lambda static: self._choose(*static, state, False),
+                lambda static: self._captured_choice(*static, state, False),
                 self.world_model.device,
                 enabled=True,
                 inputs=lambda: self._newest_inputs,
@@ -203,10 +207,9 @@ class Actor:
 
     def _random_action(self, num_envs: int) -> Tensor:
         """Uniform over the action space.   -> (E,) int64 or (E, A) float32 in [−1, 1)."""
-        action = self._no_action((num_envs,))
         if self.world_model.num_actions is not None:
-            return action.random_(0, self.world_model.num_actions)
-        return action.uniform_(-1.0, 1.0)
+            return torch.randint(0, self.world_model.num_actions, (num_envs,), device=self.world_model.device)
+        return 2.0 * torch.rand((num_envs, self.agent.actions.action_dim), device=self.world_model.device) - 1.0
 
 
 def build_actor(
@@ -215,8 +218,10 @@ def build_actor(
     agent: "ActorCriticAgent",
     greedy: bool = False,
     capture: bool | None = None,
+    fuse: bool = False,
 ) -> Actor:
-    """The actor that a configuration describes. `capture` None: as `BasicSettings.Use_cg` says."""
+    """The actor that a configuration describes. `capture` None: as `BasicSettings.Use_cg` says; `fuse`: for an actor
+    that lives long enough to be compiled."""
     training = config.JointTrainAgent
     capture = config.BasicSettings.Use_cg if capture is None else capture
-    return Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy, capture)
+    return Actor(world_model, agent, training.RealityContextLength, training.ActOn, greedy, capture, fuse)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sub_models.fused_batch_norm import batch_norm_silu, can_fuse
+
 CHANNEL_MULTIPLE = 8  # bfloat16 channels that a tensor core reads at once
 
 
@@ -34,19 +36,37 @@ def run_relaid(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     Raises:
         ValueError: an axis that has to be cut into blocks has an odd size.
     """
-    rows, blocks = x.permute(0, 2, 3, 1), False  # (B, height, width, C): whether the rows hold blocks of pixels
-    for layer in layers:
-        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
-            upsamples = isinstance(layer, nn.ConvTranspose2d) and layer.stride == (2, 2)
-            if upsamples and blocks:
-                rows = depth_to_space(rows)
-            elif not upsamples and not blocks:
-                rows = space_to_depth(rows)
-            rows = _convolve(rows, relaid_weight(layer), layer.bias)
+    layers = list(layers)
+    rows, blocks, bias = x.permute(0, 2, 3, 1), False, None  # (B, height, width, C); does a row hold a block of pixels?
+    fused = False  # was this layer computed with the one before?
+    for i, layer in enumerate(layers):
+        following = layers[i + 1] if i + 1 < len(layers) else None
+        if fused:
+            fused = False
+        elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            rows = _arrange(rows, blocks, _takes_blocks(layer))
+            rows, bias = _convolve(rows, relaid_weight(layer)), layer.bias
             blocks = isinstance(layer, nn.ConvTranspose2d) or layer.stride == (1, 1)
+        elif can_fuse(layer, following, rows):
+            wanted = i + 2 < len(layers) and _takes_blocks(layers[i + 2])
+            rows = batch_norm_silu(rows, layer, bias, blocks, wanted)
+            blocks, bias, fused = wanted, None, True
         else:
-            rows = _by_pixel(layer, rows, 4 if blocks else 1)
-    return (depth_to_space(rows) if blocks else rows).permute(0, 3, 1, 2)
+            rows, bias = _by_pixel(layer, _add_bias(rows, bias), 4 if blocks else 1), None
+    return _arrange(_add_bias(rows, bias), blocks, False).permute(0, 3, 1, 2)
+
+
+def _takes_blocks(layer: nn.Module) -> bool:
+    """Whether `layer` is a convolution that reads blocks of pixels."""
+    upsamples = isinstance(layer, nn.ConvTranspose2d) and layer.stride == (2, 2)
+    return isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and not upsamples
+
+
+def _arrange(rows: Tensor, blocks: bool, wanted: bool) -> Tensor:
+    """Rows that hold blocks of pixels, or not, as they are wanted."""
+    if blocks == wanted:
+        return rows
+    return space_to_depth(rows) if wanted else depth_to_space(rows)
 
 
 def space_to_depth(x: Tensor) -> Tensor:
@@ -95,15 +115,18 @@ def _padding_and_reach(weight: Tensor) -> tuple[int, int]:
     return padding, (padding + 1) // 2
 
 
-def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rows (B, height, width, C) with weight (O, C, T, T), odd T, and bias (O) or a fourth of it -> (B, height, width,
-    O)."""
+def _convolve(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows (B, height, width, C) with weight (O, C, T, T), odd T -> (B, height, width, O)."""
     channels_out, channels_in = weight.shape[:2]
     spare_out, spare_in = -channels_out % CHANNEL_MULTIPLE, -channels_in % CHANNEL_MULTIPLE
     weight = F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out)).contiguous(memory_format=torch.channels_last)
     x = F.pad(rows, (0, spare_in)).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
-    out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)[..., :channels_out]
-    return out if bias is None else out + bias.to(out.dtype).repeat(channels_out // bias.shape[0])
+    return F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)[..., :channels_out]
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
+    """rows (..., O or 4·O) plus bias (O)."""
+    return rows if bias is None else rows + bias.to(rows.dtype).repeat(rows.shape[-1] // bias.shape[0])
 
 
 def _by_pixel(layer: nn.Module, rows: Tensor, pixels: int) -> Tensor:

@@ -10,6 +10,7 @@ Letters: B batch, L new time steps, T slots of the cache, M heads, D width, Z la
 import torch
 from torch import Tensor, nn
 
+from mamba_ssm.modules.aligned_linear import AlignedLinear
 from sub_models.attention_blocks import (
     LAYER_NORM_EPS,
     FeedForwardBlock,
@@ -77,7 +78,7 @@ class StochasticTransformer(nn.Module):
         super().__init__()
         self.d_model, self.max_seqlen = d_model, max_seqlen
         self.stem = nn.Sequential(
-            nn.Linear(stoch_dim + action_dim, d_model, bias=False),
+            AlignedLinear(stoch_dim + action_dim, d_model, bias=False),
             nn.LayerNorm(d_model, eps=LAYER_NORM_EPS),
             nn.ReLU(),
             nn.Linear(d_model, d_model, bias=False),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
+from mamba_ssm.modules.aligned_linear import AlignedLinear
 from mamba_ssm.ops.triton.layer_norm import RMSNorm
 from sub_models.compilation import compiled
 from sub_models.functions_losses import (
@@ -220,7 +221,7 @@ class MLPHead(nn.Module):
                 RMSNorm(d_hidden, eps=HEAD_NORM_EPS),
                 ACTIVATIONS[act](),
             ]
-        self.layers = nn.Sequential(*layers, nn.Linear(d_hidden, d_out))
+        self.layers = nn.Sequential(*layers, AlignedLinear(d_hidden, d_out))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)

@@ -14,6 +14,7 @@ from torch import nn
 
 from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.recurrent_state import RecurrentState
+from mamba_ssm.modules.aligned_linear import AlignedLinear
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
@@ -302,9 +303,8 @@ class MambaWrapperModel(BlockStack):
         )  # fmt: skip
         self.stoch_dim, self.action_dim = stoch_dim, action_dim
         self.stem = nn.Sequential(
-            nn.Linear(stoch_dim + action_dim, d_model, device=device, dtype=dtype),
-            RMSNorm(d_model, eps=norm_epsilon, device=device, dtype=dtype),
-            nn.SiLU(),
+            AlignedLinear(stoch_dim + action_dim, d_model, device=device, dtype=dtype),
+            RMSNorm(d_model, eps=norm_epsilon, device=device, dtype=dtype, activation="silu"),
         )
         residuals = 1 if d_intermediate == 0 else 2
         self.apply(partial(init_weights, n_layer=n_layer, residuals_per_layer=residuals, **(initializer_cfg or {})))

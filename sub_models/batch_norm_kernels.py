@@ -1,0 +1,237 @@
+"""Triton kernels of `fused_batch_norm`: batch norm and SiLU on rows of channels, each pass at the speed of memory.
+
+    n = scale · x + shift,   out = n σ(n),   scale = w / √(var + eps),   shift = b - scale · mean
+
+Rows are pixels: row r of x may lie in another place of out, where one of them holds 2×2 blocks of pixels and the other
+pixels line by line. No sums are exchanged through atomics, so that results do not change from run to run.
+
+Letters: R rows, C channels, P programs that each sum a share of the rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+TILE = 4096  # elements that a program holds at a time
+PROGRAMS = 528  # of a sum over rows: four for each multiprocessor of an H200
+SAME, BLOCKS_TO_LINES, LINES_TO_BLOCKS = 0, 1, 2
+
+
+@triton.jit
+def _row_of_out(row, width, MOVE: tl.constexpr):
+    """Where row `row` of x lies in out. width: of x's line, in blocks or pixels."""
+    if MOVE == 1:
+        block, pixel = row // 4, row % 4
+        return (2 * (block // width) + pixel // 2) * (2 * width) + 2 * (block % width) + pixel % 2
+    elif MOVE == 2:
+        line, column = row // width, row % width
+        block = (line // 2) * (width // 2) + column // 2
+        return 4 * block + 2 * (line % 2) + column % 2
+    return row
+
+
+@triton.jit
+def _tile(tile, rows, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Rows, channels and mask of tile number `tile`."""
+    row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDE)
+    return row, channel, (row[:, None] < rows) & (channel[None, :] < C)
+
+
+@triton.jit
+def _moments_kernel(
+    x_ptr, partial_ptr, rows,
+    C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """partial (P, 2, C): sums of x - x_0 and of its square, x_0 the first row, which keeps large means from cancelling
+    the variance."""
+    channel = tl.arange(0, WIDE)
+    origin = tl.load(x_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    square = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    program = tl.program_id(0)
+    for step in range(STEPS):
+        row, channel, mask = _tile(program + step * PARTS, rows, C, ROWS, WIDE)
+        x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - origin[None, :], 0.0)
+        total += x
+        square += x * x
+    out = partial_ptr + program * 2 * C + channel
+    tl.store(out, tl.sum(total, axis=0), mask=channel < C)
+    tl.store(out + C, tl.sum(square, axis=0), mask=channel < C)
+
+
+@triton.jit
+def _sum_partials(partial_ptr, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
+    """partial (P, 2, C) -> its two sums over P, (C) each."""
+    channel = tl.arange(0, WIDE)
+    first = tl.zeros((16, WIDE), dtype=tl.float32)
+    second = tl.zeros((16, WIDE), dtype=tl.float32)
+    for start in range(0, PARTS, 16):
+        part = start + tl.arange(0, 16)
+        mask = (part[:, None] < PARTS) & (channel[None, :] < C)
+        place = partial_ptr + part[:, None] * (2 * C) + channel[None, :]
+        first += tl.load(place, mask=mask, other=0.0)
+        second += tl.load(place + C, mask=mask, other=0.0)
+    return tl.sum(first, axis=0), tl.sum(second, axis=0)
+
+
+@triton.jit
+def _finish_moments_kernel(
+    x_ptr, partial_ptr, mean_ptr, var_ptr, rows, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
+):
+    """Mean and (biased) variance (C) from partial sums (P, 2, C)."""
+    channel = tl.arange(0, WIDE)
+    origin = tl.load(x_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+    total, square = _sum_partials(partial_ptr, C, WIDE, PARTS)
+    offset = total / rows
+    tl.store(mean_ptr + channel, origin + offset, mask=channel < C)
+    tl.store(var_ptr + channel, tl.maximum(square / rows - offset * offset, 0.0), mask=channel < C)
+
+
+@triton.jit
+def _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C: tl.constexpr):
+    mean = tl.load(mean_ptr + channel, mask=channel < C, other=0.0)
+    var = tl.load(var_ptr + channel, mask=channel < C, other=1.0)
+    weight = tl.load(weight_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+    scale = weight / tl.sqrt(var + eps)
+    return mean, var, scale, bias - scale * mean
+
+
+@triton.jit
+def _apply_kernel(
+    x_ptr, out_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, rows, width, eps,
+    C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr,
+):  # fmt: skip
+    row, channel, mask = _tile(tl.program_id(0), rows, C, ROWS, WIDE)
+    _, _, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
+    x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    n = x * scale[None, :] + shift[None, :]
+    out = n * tl.sigmoid(n)
+    row = _row_of_out(row, width, MOVE)
+    tl.store(out_ptr + row[:, None] * C + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grad_of_n(x, grad, scale, shift):
+    """Gradient of n from that of n σ(n)."""
+    n = x * scale[None, :] + shift[None, :]
+    gate = tl.sigmoid(n)
+    return grad * gate * (1.0 + n * (1.0 - gate))
+
+
+@triton.jit
+def _backward_sums_kernel(
+    grad_ptr, x_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, partial_ptr, rows, width, eps,
+    C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr, PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """partial (P, 2, C): sums of dn and of dn · (x - mean)."""
+    channel = tl.arange(0, WIDE)
+    mean, _, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
+    first = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    second = tl.zeros((ROWS, WIDE), dtype=tl.float32)
+    program = tl.program_id(0)
+    for step in range(STEPS):
+        row, channel, mask = _tile(program + step * PARTS, rows, C, ROWS, WIDE)
+        x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        row = _row_of_out(row, width, MOVE)
+        grad = tl.load(grad_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        dn = _grad_of_n(x, grad, scale, shift)
+        first += dn
+        second += dn * (x - mean[None, :])
+    out = partial_ptr + program * 2 * C + channel
+    tl.store(out, tl.sum(first, axis=0), mask=channel < C)
+    tl.store(out + C, tl.sum(second, axis=0), mask=channel < C)
+
+
+@triton.jit
+def _finish_backward_kernel(
+    partial_ptr, var_ptr, grad_weight_ptr, grad_bias_ptr, eps, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
+):
+    channel = tl.arange(0, WIDE)
+    first, second = _sum_partials(partial_ptr, C, WIDE, PARTS)
+    var = tl.load(var_ptr + channel, mask=channel < C, other=1.0)
+    tl.store(grad_bias_ptr + channel, first, mask=channel < C)
+    tl.store(grad_weight_ptr + channel, second / tl.sqrt(var + eps), mask=channel < C)
+
+
+@triton.jit
+def _backward_apply_kernel(
+    grad_ptr, x_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, grad_weight_ptr, grad_bias_ptr, grad_x_ptr, rows, width,
+    eps, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr,
+):  # fmt: skip
+    """dx = scale · (dn - mean(dn) - x̂ · mean(dn · x̂)),   x̂ = (x - mean) / √(var + eps)."""
+    row, channel, mask = _tile(tl.program_id(0), rows, C, ROWS, WIDE)
+    mean, var, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
+    dn_mean = tl.load(grad_bias_ptr + channel, mask=channel < C, other=0.0) / rows
+    slope = tl.load(grad_weight_ptr + channel, mask=channel < C, other=0.0) / rows / tl.sqrt(var + eps)
+    x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    place = _row_of_out(row, width, MOVE)
+    grad = tl.load(grad_ptr + place[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    dn = _grad_of_n(x, grad, scale, shift)
+    dx = scale[None, :] * (dn - dn_mean[None, :] - (x - mean[None, :]) * slope[None, :])
+    tl.store(grad_x_ptr + row[:, None] * C + channel[None, :], dx.to(grad_x_ptr.dtype.element_ty), mask=mask)
+
+
+def moments(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel.   x (..., R', C·pixels) contiguous -> (C) twice, float32."""
+    rows, tile_rows, wide = _sizes(x, channels)
+    parts, steps = _shares(rows, tile_rows)
+    partial = torch.empty((parts, 2, channels), dtype=torch.float32, device=x.device)
+    mean, var = torch.empty((2, channels), dtype=torch.float32, device=x.device).unbind()
+    _moments_kernel[(parts,)](x, partial, rows, C=channels, ROWS=tile_rows, WIDE=wide, PARTS=parts, STEPS=steps)
+    _finish_moments_kernel[(1,)](x, partial, mean, var, rows, C=channels, WIDE=wide, PARTS=parts)
+    return mean, var.clone()
+
+
+def apply(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, width: int, move: int
+) -> Tensor:
+    """The normed, activated rows, flat, in the order that `move` asks for."""
+    channels = weight.shape[0]
+    rows, tile_rows, wide = _sizes(x, channels)
+    out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(rows, tile_rows),)
+    _apply_kernel[grid](
+        x, out, mean, var, weight, bias, rows, width, eps, C=channels, ROWS=tile_rows, WIDE=wide, MOVE=move
+    )
+    return out
+
+
+def backward(
+    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, width: int, move: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (like x), weight and bias (C) from grad, which lies as out does."""
+    channels = weight.shape[0]
+    rows, tile_rows, wide = _sizes(x, channels)
+    parts, steps = _shares(rows, tile_rows)
+    partial = torch.empty((parts, 2, channels), dtype=torch.float32, device=x.device)
+    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+    grad_x = torch.empty_like(x)
+    statistics = (mean, var, weight, bias)
+    sizes = {"C": channels, "ROWS": tile_rows, "WIDE": wide}
+    _backward_sums_kernel[(parts,)](
+        grad, x, *statistics, partial, rows, width, eps, **sizes, MOVE=move, PARTS=parts, STEPS=steps
+    )
+    _finish_backward_kernel[(1,)](partial, var, grad_weight, grad_bias, eps, C=channels, WIDE=wide, PARTS=parts)
+    _backward_apply_kernel[(triton.cdiv(rows, tile_rows),)](
+        grad, x, *statistics, grad_weight, grad_bias, grad_x, rows, width, eps, **sizes, MOVE=move
+    )
+    return grad_x, grad_weight, grad_bias
+
+
+def _sizes(x: Tensor, channels: int) -> tuple[int, int, int]:
+    """(R, rows of a tile, C rounded up to a power of two)."""
+    wide = max(16, triton.next_power_of_2(channels))
+    return x.numel() // channels, max(1, TILE // wide), wide
+
+
+def _shares(rows: int, tile_rows: int) -> tuple[int, int]:
+    """(P, tiles that each program sums)."""
+    tiles = triton.cdiv(rows, tile_rows)
+    parts = min(PROGRAMS, tiles)
+    return parts, triton.cdiv(tiles, parts)

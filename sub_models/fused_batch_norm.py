@@ -1,0 +1,127 @@
+"""Batch norm followed by SiLU in as few passes over memory as there can be, for images held as rows of channels.
+
+Forward: one pass for the statistics, one that norms, activates and, where the next convolution wants them otherwise,
+moves pixels between lines and 2×2 blocks. Backward: one pass for the sums, one for the gradient; nothing but the
+convolution's output is kept for it. The kernels are Triton's (`batch_norm_kernels`) and run on a GPU.
+
+Letters: B batch, C channels.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from mamba_ssm.ops.triton.launch import define, differentiate, why_not
+
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def can_fuse(norm: nn.Module, act: nn.Module | None, rows: Tensor) -> bool:
+    """Whether `batch_norm_silu` computes norm and act: a batch norm with running statistics, SiLU, on a GPU."""
+    return (
+        isinstance(norm, nn.BatchNorm2d)
+        and norm.affine
+        and norm.track_running_stats
+        and norm.momentum is not None
+        and isinstance(act, nn.SiLU)
+        and rows.is_cuda
+        and rows.dtype in FUSED_DTYPES
+        and why_not() is None
+    )
+
+
+def batch_norm_silu(
+    rows: Tensor, norm: nn.BatchNorm2d, bias: Tensor | None, in_blocks: bool, out_blocks: bool
+) -> Tensor:
+    """silu(norm(rows + bias)).   rows (B, height, width, C) or, in blocks, (B, height/2, width/2, 4C); bias (C) of the
+    convolution before, None for none -> the same pixels, in blocks or not.
+
+    In training the running statistics move as in `nn.BatchNorm2d`; the bias cancels in what is returned, so that its
+    gradient is zero. Outside of training nothing is differentiated.
+    """
+    batch, height, width, _ = rows.shape
+    channels, move = norm.num_features, _move(in_blocks, out_blocks)
+    operators = _operators()
+    rows = rows.contiguous()
+    if norm.training:
+        bias = torch.zeros_like(norm.bias) if bias is None else bias
+        out, mean, var = operators["train"](rows, norm.weight, norm.bias, bias, norm.eps, width, move)
+        _move_statistics(norm, mean + bias.detach(), var, rows.numel() // channels)
+    else:
+        mean = norm.running_mean if bias is None else norm.running_mean - bias
+        out = operators["apply"](rows, mean, norm.running_var, norm.weight, norm.bias, norm.eps, width, move)
+    if in_blocks and not out_blocks:
+        return out.view(batch, 2 * height, 2 * width, channels)
+    if out_blocks and not in_blocks:
+        return out.view(batch, height // 2, width // 2, 4 * channels)
+    return out.view(rows.shape)
+
+
+@torch.no_grad()
+def _move_statistics(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, count: int) -> None:
+    norm.num_batches_tracked.add_(1)
+    norm.running_mean.lerp_(mean, norm.momentum)
+    norm.running_var.lerp_(var * (count / max(1, count - 1)), norm.momentum)
+
+
+def _move(in_blocks: bool, out_blocks: bool) -> int:
+    """The kernels' name for a change of order: 0 none, 1 blocks to lines, 2 lines to blocks."""
+    if in_blocks == out_blocks:
+        return 0
+    return 1 if in_blocks else 2
+
+
+@cache
+def _operators() -> dict[str, torch._ops.OpOverload]:
+    """The operators, registered with torch on first use: their kernels import Triton."""
+    from sub_models import batch_norm_kernels as kernels
+
+    def train(x, weight, bias, conv_bias, eps, width, move):
+        mean, var = kernels.moments(x, weight.shape[0])
+        return kernels.apply(x, mean, var, weight, bias, eps, width, move), mean, var
+
+    def fake_train(x, weight, bias, conv_bias, eps, width, move):
+        return x.new_empty(x.numel()), *(x.new_empty(weight.shape, dtype=torch.float32) for _ in range(2))
+
+    def fake_apply(x, mean, var, weight, bias, eps, width, move):
+        return x.new_empty(x.numel())
+
+    def backward(grad, x, mean, var, weight, bias, eps, width, move):
+        return kernels.backward(grad.contiguous(), x, mean, var, weight, bias, eps, width, move)
+
+    def fake_backward(grad, x, mean, var, weight, bias, eps, width, move):
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+
+    tail = "float eps, int width, int move"
+    statistics = "Tensor mean, Tensor var, Tensor weight, Tensor bias"
+    operators = {
+        "train": define(
+            f"batch_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor conv_bias, {tail})"
+            " -> (Tensor, Tensor, Tensor)",
+            train,
+            fake_train,
+        ),
+        "apply": define(f"batch_norm_silu_apply(Tensor x, {statistics}, {tail}) -> Tensor", kernels.apply, fake_apply),
+        "backward": define(
+            f"batch_norm_silu_backward(Tensor grad, Tensor x, {statistics}, {tail}) -> (Tensor, Tensor, Tensor)",
+            backward,
+            fake_backward,
+        ),
+    }
+
+    def keep(ctx, inputs, output):
+        x, weight, bias, _, ctx.eps, ctx.width, ctx.move = inputs
+        _, mean, var = output
+        ctx.mark_non_differentiable(mean, var)
+        ctx.save_for_backward(x, mean, var, weight, bias)
+
+    def differentiated(ctx, grad, *_):
+        x, mean, var, weight, bias = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = operators["backward"](
+            grad, x, mean, var, weight, bias, ctx.eps, ctx.width, ctx.move
+        )
+        return grad_x, grad_weight, grad_bias, torch.zeros_like(bias), None, None, None
+
+    differentiate("batch_norm_silu", differentiated, keep)
+    return operators
