@@ -4,12 +4,15 @@ Nothing here waits for the device: learning rate, update count and the decision 
 can be captured in a CUDA graph and replayed.
 """
 
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from sub_models.laprop import LaProp
+from sub_models.laprop import LaProp, make_fused_step, why_not_fused
+
+logger = logging.getLogger("drama.optimiser")
 
 COUNTS = ("updates", "skipped", "skipped_in_a_row", "longest_row")
 
@@ -23,6 +26,8 @@ class Optimiser:
         learning_rate, epsilon, weight_decay: of the chosen optimiser.
         max_grad_norm: gradients are scaled down to this global norm.
         warmup_steps: the n-th update (from 1) uses min(1, n / warmup_steps) of the learning rate; 0 for none.
+        fused: the step in three launches (see `fused_optimiser`), with the same result up to rounding and the same
+            state; it leaves `.grad` unscaled. None: on a GPU, where the parameters allow it.
 
     Parameters marked `_no_weight_decay` are left out of weight decay.
     Counts, 0-d tensors: `updates` made (they set the warm-up), `skipped` for what was not finite, how many of those
@@ -39,6 +44,7 @@ class Optimiser:
         max_grad_norm: float,
         warmup_steps: int = 0,
         weight_decay: float = 0.0,
+        fused: bool | None = None,
     ) -> None:
         self.params = list(params)
         device = self.params[0].device
@@ -59,6 +65,12 @@ class Optimiser:
             self.inner = torch.optim.AdamW(groups, self.lr, eps=epsilon, fused=True, capturable=device.type == "cuda")
         else:
             raise ValueError(f"Optimiser: name is {name!r}, expected 'Laprop' or 'Adam'")
+        if fused is None:
+            reason = why_not_fused(self.params)
+            fused = device.type == "cuda" and reason is None
+            if device.type == "cuda" and not fused:
+                logger.warning("optimiser: a launch for each operation instead of three in all: %s", reason)
+        self.fused_step = make_fused_step(self.inner, self) if fused else None
 
     def update(self, loss: Tensor, enabled: Tensor | None = None) -> dict[str, Tensor]:
         """Minimise a scalar loss by one step, unless `enabled` (0-d bool) is False or loss or gradient are not finite.
@@ -67,8 +79,12 @@ class Optimiser:
         """
         self.inner.zero_grad(set_to_none=True)
         loss.backward()
+        step = self._plain_step if self.fused_step is None else self.fused_step.clipped_step
+        return dict(zip(("grad_norm", "clipped", "skipped"), step(loss.detach(), enabled), strict=True))
+
+    def _plain_step(self, loss: Tensor, enabled: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         grad_norm = nn.utils.clip_grad_norm_(self.params, self.max_grad_norm, foreach=True)
-        finite = torch.isfinite(grad_norm) & torch.isfinite(loss.detach())
+        finite = torch.isfinite(grad_norm) & torch.isfinite(loss)
         going = finite if enabled is None else finite & enabled
         self.updates.add_(going)
         self._count_skip(finite, going)
@@ -77,11 +93,8 @@ class Optimiser:
         self.inner.found_inf = (~going).float()
         self.inner.grad_scale = None
         self.inner.step()
-        return {
-            "grad_norm": torch.where(finite, grad_norm, 0.0),
-            "clipped": (finite & (grad_norm > self.max_grad_norm)).float(),
-            "skipped": (~finite).float(),
-        }
+        clipped = (finite & (grad_norm > self.max_grad_norm)).float()
+        return torch.where(finite, grad_norm, 0.0), clipped, (~finite).float()
 
     def _count_skip(self, finite: Tensor, going: Tensor) -> None:
         self.skipped.add_(~finite)
