@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, with the residual add before them.
 
-    r = dropout(x · rowscale) + dropout(x1) + residual,   out = norm(r) · w + b,   out1 = norm(r) · w1 + b1
+    r = dropout(x · rowscale) + dropout(x1) + residual,   out = act(norm(r) · w + b),   out1 = act(norm(r) · w1 + b1)
 
 A residual block reads x and the residual stream, and wants both the normed row and the new stream (`prenorm`).
 
@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mamba_ssm.ops.checks import check_device, check_floating, check_shape
+from mamba_ssm.ops.causal_conv1d import ACTIVATIONS
+from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.triton.launch import register_triton
 
 Tensor = torch.Tensor
 
-register_operator("layer_norm")
+register_operator("layer_norm", cuda=("triton",))
 
 
 def layer_norm_fn(
@@ -35,18 +37,21 @@ def layer_norm_fn(
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
     is_rms_norm: bool = False,
+    activation: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Norm of x plus residual.
 
     x, x1, residual (..., D); weight, bias, weight1, bias1 (D), weights counted from 1 with `zero_centered_weight`;
-    rowscale (...), a factor for each row; dropout on x and x1 wherever dropout_p > 0.
+    rowscale (...), a factor for each row; dropout on x and x1 wherever dropout_p > 0; activation behind the norm: None,
+    "silu" or "swish" (the same).
     -> out in x's dtype; with weight1 also out1; with `prenorm` also the residual stream: in float32 (or float64) with
     `residual_in_fp32`, else in residual's dtype, or x's."""
     _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale)
+    check_choice("layer_norm", "activation", activation, ACTIVATIONS)
     run = implementation("layer_norm", x.device)
     return run(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, is_rms_norm,
+        zero_centered_weight, is_rms_norm, activation,
     )  # fmt: skip
 
 
@@ -64,11 +69,12 @@ def rms_norm_fn(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
+    activation: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`layer_norm_fn` with the mean square in place of mean and variance."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, is_rms_norm=True,
+        zero_centered_weight, True, activation,
     )  # fmt: skip
 
 
@@ -91,7 +97,7 @@ def layer_norm_ref(
     _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     return _layer_norm_reference(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, False, zero_centered_weight,
-        False, upcast,
+        False, None, upcast,
     )  # fmt: skip
 
 
@@ -114,13 +120,13 @@ def rms_norm_ref(
     _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     return _layer_norm_reference(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, False, zero_centered_weight,
-        True, upcast,
+        True, None, upcast,
     )  # fmt: skip
 
 
 def _layer_norm_reference(
     x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-    zero_centered_weight, is_rms_norm, upcast=True,
+    zero_centered_weight, is_rms_norm, activation=None, upcast=True,
 ):  # fmt: skip
     with without_autocast(x):
         dtype = accumulate_dtype(x, weight, residual) if upcast else x.dtype
@@ -132,9 +138,10 @@ def _layer_norm_reference(
         stream = stream if residual is None else stream + residual.to(dtype)
         centred = stream if is_rms_norm else stream - stream.mean(dim=-1, keepdim=True)
         normed = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
-        results = [_affine(normed, weight, bias, zero_centered_weight).to(x.dtype)]
+        results = [_affine(normed, weight, bias, zero_centered_weight)]
         if weight1 is not None:
-            results.append(_affine(normed, weight1, bias1, zero_centered_weight).to(x.dtype))
+            results.append(_affine(normed, weight1, bias1, zero_centered_weight))
+        results = [(F.silu(out) if activation else out).to(x.dtype) for out in results]
         if prenorm:
             kept = accumulate_dtype(stream) if residual_in_fp32 else (x if residual is None else residual).dtype
             results.append(stream.to(kept))
@@ -147,10 +154,12 @@ def _affine(normed: Tensor, weight: Tensor, bias: Tensor | None, zero_centered_w
 
 
 register("layer_norm", "reference", _layer_norm_reference)
+register_triton("layer_norm", "norm_kernels", "layer_norm")
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with weight (D), optionally after adding x to a residual stream, with dropout on x in training."""
+    """RMSNorm with weight (D), optionally after adding x to a residual stream, with dropout on x in training, and an
+    activation (None, "silu") behind it."""
 
     def __init__(
         self,
@@ -160,9 +169,12 @@ class RMSNorm(nn.Module):
         zero_centered_weight: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        activation: str | None = None,
     ):
         super().__init__()
+        check_choice("RMSNorm", "activation", activation, ACTIVATIONS)
         self.eps, self.dropout_p, self.zero_centered_weight = eps, dropout_p, zero_centered_weight
+        self.activation = activation
         make = torch.zeros if zero_centered_weight else torch.ones
         self.weight = nn.Parameter(make(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
@@ -174,6 +186,7 @@ class RMSNorm(nn.Module):
         return rms_norm_fn(
             x, self.weight, self.bias, residual, eps=self.eps, dropout_p=self.dropout_p if self.training else 0.0,
             prenorm=prenorm, residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+            activation=self.activation,
         )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from mamba_ssm.ops.checks import check_device, check_floating, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.triton.launch import register_triton
 
 Tensor = torch.Tensor
 
-register_operator("layernorm_gated")
+register_operator("layernorm_gated", cuda=("triton",))
 
 
 def layernorm_fn(
@@ -81,6 +82,7 @@ def _gated_norm_reference(x, weight, bias, z, eps, group_size, norm_before_gate,
 
 
 register("layernorm_gated", "reference", _gated_norm_reference)
+register_triton("layernorm_gated", "norm_kernels", "gated_norm")
 
 
 class LayerNorm(nn.Module):
