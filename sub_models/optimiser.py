@@ -79,8 +79,12 @@ class Optimiser:
         """
         self.inner.zero_grad(set_to_none=True)
         loss.backward()
+        return self.step(loss.detach(), enabled)
+
+    def step(self, loss: Tensor, enabled: Tensor | None = None) -> dict[str, Tensor]:
+        """`update` with the gradients that the parameters hold, those of `loss`."""
         step = self._plain_step if self.fused_step is None else self.fused_step.clipped_step
-        return dict(zip(("grad_norm", "clipped", "skipped"), step(loss.detach(), enabled), strict=True))
+        return dict(zip(("grad_norm", "clipped", "skipped"), step(loss, enabled), strict=True))
 
     def _plain_step(self, loss: Tensor, enabled: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         grad_norm = nn.utils.clip_grad_norm_(self.params, self.max_grad_norm, foreach=True)
