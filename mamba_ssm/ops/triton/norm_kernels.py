@@ -51,7 +51,7 @@ def _affine(weight_ptr, bias_ptr, column, live, FROM_ONE: tl.constexpr, HAS_BIAS
     return weight[None, :], bias[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, z_ptr, out_ptr, stream_ptr, stats_ptr,
     rows, stride_x, stride_r, stride_z, eps,
@@ -89,7 +89,7 @@ def _norm_forward_kernel(
     _put(out_ptr, row, column, G * D, inside, out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward_kernel(
     dout_ptr, dstream_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, z_ptr, stats_ptr,
     dx_ptr, dresidual_ptr, dz_ptr, dweight_ptr, dbias_ptr,

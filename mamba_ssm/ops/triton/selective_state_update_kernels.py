@@ -50,7 +50,7 @@ def _weights(ptr, group, n, live, stride_g, stride_n, N: tl.constexpr, ONE_GROUP
     return weight.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _state_update_kernel(
     state_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, indices_ptr, out_ptr,
     batch, channels, P, channels_of_B, channels_of_C,

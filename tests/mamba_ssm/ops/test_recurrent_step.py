@@ -202,8 +202,9 @@ def test_wrong_arguments_of_mamba_are_refused_by_name(change, message):
 def test_mamba2_on_a_gpu(dtype, batch, heads, headdim, groups, state):
     t = mamba2_inputs(batch, heads, headdim, groups, state, dtype=dtype)
     check(kernels.mamba2_step, mamba2_step, t, FORWARD_TOLERANCE[dtype], **mamba2_options())
-    for change in ({"norm_weight": None}, {"conv_bias": None}):
-        check(kernels.mamba2_step, mamba2_step, {**t, **change}, FORWARD_TOLERANCE[dtype], **mamba2_options())
+    if batch == 1:
+        t = {**t, "norm_weight": None, "conv_bias": None}
+        check(kernels.mamba2_step, mamba2_step, t, FORWARD_TOLERANCE[dtype], **mamba2_options())
 
 
 @gpu

@@ -87,7 +87,7 @@ def test_registration_of_the_kernel():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("batch", [1, 2, 16, 1024])
+@pytest.mark.parametrize("batch", [1, 1024])
 @pytest.mark.parametrize("channels, state, groups", [
     ((1024,), 16, None), ((96,), 1, 2), ((64,), 4, 64), ((16, 64), 16, 1), ((8, 128), 64, 2), ((24, 64), 128, 1),
     ((2, 16), 256, 2), ((7,), 5, 7),

@@ -1,0 +1,211 @@
+"""The kernels around the scans on a GPU: one recurrent step, norms, convolution, activations, beside plain PyTorch.
+
+    python benchmarks/bench_small_kernels.py                # about a minute
+    python benchmarks/bench_small_kernels.py --tune         # also the step's block sizes, a print-out
+
+Shapes are those of imagination (B rows), acting (B = 1) and the world-model update (B16 L128) in the default
+configuration: d_model 512, d_inner 1024, N 16, W 4, bfloat16 rows, float32 states and parameters. Figures are medians
+of at least 20 repeats after warm-up, with the 10th and 90th percentile: launched from Python one call at a time, and
+ten calls captured in a CUDA graph, divided by ten. `floor` is the time for reading every input and writing every output
+once at the bandwidth of a large copy measured in the same run. Every output is compared with the reference in float64
+first. Writes benchmarks/results/small_kernels_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench_selective_scan import CALLS_IN_GRAPH, RESULTS, copy_bandwidth, device_time, in_graph
+
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_update
+from mamba_ssm.ops.tiers import explain, use_tier
+from mamba_ssm.ops.triton import recurrent_step_kernels
+from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
+from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+from mamba_ssm.ops.triton.recurrent_step import mamba2_step, mamba_step
+from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from mamba_ssm.testing import assert_close, to_float64
+
+Tensor = torch.Tensor
+HEADS, HEADDIM, STATE, WIDTH, D_MODEL, D_INNER, RANK = 16, 64, 16, 4, 512, 1024, 32
+ROWS = 16 * 128                                                      # of a world-model update
+TILES = [(2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8), (16384, 16)]
+TOLERANCE = 6e-3                                                     # bfloat16 rows
+
+
+class Case(NamedTuple):
+    """An operator with its arguments by position; `changed` are those that it overwrites, read and written."""
+
+    name: str
+    operator: str
+    function: Callable
+    arguments: tuple
+    differentiated: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def parameter(*shape: int) -> Tensor:
+    return draw(*shape, dtype=torch.float32)
+
+
+def step_cases(batch: int, state_dtype: torch.dtype = torch.float32) -> list[Case]:
+    """Both mixers' steps and their parts."""
+    channels, label = D_INNER + 2 * STATE, f"B{batch}" + ("" if state_dtype == torch.float32 else " bf16 states")
+    mamba2 = (
+        draw(batch, 2 * D_INNER + 2 * STATE + HEADS), draw(batch, channels, WIDTH, dtype=state_dtype),
+        draw(batch, HEADS, HEADDIM, STATE, dtype=state_dtype), parameter(channels, WIDTH), parameter(channels),
+        parameter(HEADS), parameter(HEADS), parameter(HEADS), parameter(D_INNER),
+    )  # fmt: skip
+    mamba = (
+        draw(batch, 2 * D_INNER), draw(batch, D_INNER, WIDTH, dtype=state_dtype),
+        draw(batch, D_INNER, STATE, dtype=state_dtype), parameter(D_INNER, WIDTH), parameter(D_INNER),
+        0.03 * draw(RANK + 2 * STATE, D_INNER), 0.2 * draw(D_INNER, RANK), parameter(D_INNER),
+        parameter(D_INNER, STATE), parameter(D_INNER),
+    )  # fmt: skip
+    x, dt, z, B, C = *(draw(batch, D_INNER) for _ in range(3)), *(draw(batch, STATE) for _ in range(2))
+    update = (mamba[2].clone(), x, dt, -mamba[8].exp(), B, C, mamba[9], z, mamba[7], True)
+    convolution = (x, mamba[1].clone(), *mamba[3:5], "silu")
+    return [
+        Case(f"mamba2_step {label}", "mamba2_step", mamba2_step, mamba2, changed=(1, 2)),
+        Case(f"mamba_step {label}", "mamba_step", mamba_step, mamba, changed=(1, 2)),
+        Case(f"selective_state_update {label}", "selective_state_update", selective_state_update, update, changed=(0,)),
+        Case(f"causal_conv1d_update {label}", "causal_conv1d_update", causal_conv1d_update, convolution, changed=(1,)),
+    ]  # fmt: skip
+
+
+def row_cases() -> list[Case]:
+    """What the world-model update runs over its rows."""
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return draw(*shape, dtype=dtype).requires_grad_()
+
+    weight = leaf(D_MODEL, dtype=torch.float32)
+    stream = (leaf(ROWS, D_MODEL), weight, None, leaf(ROWS, D_MODEL, dtype=torch.float32))
+    plain = (leaf(ROWS, D_MODEL), weight, None)
+    gated = (leaf(ROWS, D_INNER), leaf(D_INNER, dtype=torch.float32), None, leaf(ROWS, D_INNER))
+    return [
+        Case(
+            "rms_norm residual prenorm", "layer_norm",
+            lambda *t: rms_norm_fn(*t, prenorm=True, residual_in_fp32=True), stream, (0, 1, 3)),
+        Case("rms_norm silu", "layer_norm", lambda *t: rms_norm_fn(*t, activation="silu"), plain, (0, 1)),
+        Case(
+            "gated rms_norm", "layernorm_gated", lambda *t: rmsnorm_fn(*t, norm_before_gate=False), gated, (0, 1, 3)),
+    ]  # fmt: skip
+
+
+def outputs(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def passes(case: Case) -> dict[str, Callable[[], object]]:
+    """The forward pass alone, and forward + backward where something is differentiated."""
+
+    @torch.no_grad()
+    def forward():
+        return case.function(*case.arguments)
+
+    def forward_backward():
+        found = outputs(case.function(*case.arguments))
+        needing = [case.arguments[i] for i in case.differentiated]
+        return torch.autograd.grad(found, needing, [torch.ones_like(out) for out in found])
+
+    return {"forward": forward} | ({"forward_backward": forward_backward} if case.differentiated else {})
+
+
+def check(case: Case) -> None:
+    """The case agrees with the reference in float64, what it overwrites too."""
+    narrow = [t.detach().clone() if isinstance(t, Tensor) else t for t in case.arguments]
+    wide = [to_float64(t) for t in narrow]
+    with torch.no_grad():
+        found = outputs(case.function(*narrow))
+        with use_tier("reference"):
+            wanted = outputs(case.function(*wide))
+    for out, want in zip(found, wanted, strict=True):
+        assert_close(out, want, TOLERANCE, case.name)
+    for i in case.changed:
+        assert_close(narrow[i], wide[i], TOLERANCE, f"{case.name}, argument {i}")
+
+
+def size_of(tensors: list) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, Tensor))
+
+
+def least_bytes(case: Case) -> dict[str, int]:
+    """Forward reads its arguments and writes its outputs; backward reads those and writes the gradients."""
+    with torch.no_grad():
+        found = outputs(case.function(*case.arguments))
+    forward = size_of(list(case.arguments)) + size_of([case.arguments[i] for i in case.changed]) + size_of(found)
+    gradients = size_of([case.arguments[i] for i in case.differentiated])
+    return {"forward": forward, "forward_backward": 2 * forward + gradients}
+
+
+def bench(case: Case, bandwidth: float, repeats: int) -> dict:
+    if (report := explain(case.operator, "cuda")).missing:
+        raise SystemExit(f"nothing to compare: {report}")
+    check(case)
+    result = {"case": case.name}
+    for name, call in passes(case).items():
+        with use_tier("reference"):
+            reference = device_time(in_graph(call), 20, CALLS_IN_GRAPH)
+        floor = least_bytes(case)[name] / bandwidth * 1e3
+        graph = device_time(in_graph(call), repeats, CALLS_IN_GRAPH)
+        result[name] = {
+            "graph": graph, "launched": device_time(call, repeats), "reference_graph": reference,
+            "floor_ms": round(floor, 5), "graph_over_floor": round(graph["median_ms"] / floor, 2),
+        }  # fmt: skip
+        print(
+            f"{case.name:38} {name:17} graph {graph['median_ms']:.4f} launched "
+            f"{result[name]['launched']['median_ms']:.4f} plain graph {reference['median_ms']:.4f} "
+            f"floor {floor:.4f} ms", flush=True,
+        )  # fmt: skip
+    return result
+
+
+def tune_step(repeats: int) -> None:
+    """Blocks of Mamba-2's step at both ends: print-out for `recurrent_step_kernels.step_blocks`."""
+    chosen = recurrent_step_kernels.step_blocks
+    for batch, state_dtype in ((1024, torch.float32), (1024, torch.bfloat16), (1, torch.float32)):
+        call = passes(step_cases(batch, state_dtype)[0])["forward"]
+        for tile, warps in TILES:
+            recurrent_step_kernels.step_blocks = lambda *_, tile=tile, warps=warps: (tile // STATE, warps)
+            time = device_time(in_graph(call), repeats, CALLS_IN_GRAPH)["median_ms"]
+            print(f"mamba2_step B{batch} {state_dtype} tile {tile} warps {warps}: {time:.4f} ms", flush=True)
+    recurrent_step_kernels.step_blocks = chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--tune", action="store_true", help="print the step's time for other block sizes")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("the kernels run on CUDA devices: there is none here")
+    torch.manual_seed(0)
+    bandwidth, name = copy_bandwidth(), torch.cuda.get_device_name()
+    cases = [*step_cases(1024), *step_cases(1024, torch.bfloat16), *step_cases(1), *row_cases()]
+    result = {
+        "device": name, "torch": torch.__version__, "python": platform.python_version(),
+        "copy_TB_s": round(bandwidth / 1e12, 2), "cases": [bench(case, bandwidth, options.repeats) for case in cases],
+    }  # fmt: skip
+    target = RESULTS / f"small_kernels_{name.lower().replace(' ', '_')}.json"
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {target}")
+    if options.tune:
+        tune_step(options.repeats)
+
+
+if __name__ == "__main__":
+    main()
