@@ -90,6 +90,16 @@ def test_reach_rewards_closeness_and_ends_by_truncation():
     assert np.allclose(env.point, env.target, atol=1e-6)
 
 
+def test_reach_starts_anywhere_and_asks_for_each_of_four_places():
+    env = Reach(16)
+    env.reset(seed=0)
+    starts, targets = zip(*((env.point, tuple(env.target)) for _ in range(400) if env.reset()), strict=True)
+    places, counts = np.unique(targets, axis=0, return_counts=True)
+    assert places.tolist() == [[-0.6, -0.6], [-0.6, 0.6], [0.6, -0.6], [0.6, 0.6]]
+    assert (abs(counts - 100) < 40).all()                              # 4.6 standard deviations
+    assert np.histogram2d(*np.transpose(starts), bins=3, range=[[-1, 1]] * 2)[0].min() > 10
+
+
 def test_reach_clips_wild_actions():
     env = Reach(32)
     env.reset(seed=0)
