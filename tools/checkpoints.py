@@ -41,7 +41,7 @@ class CheckpointError(RuntimeError):
 
 
 class NoCheckpoint(CheckpointError, ConfigError):
-    """A path of the user's where no checkpoint is: a fault of usage."""
+    """A path of the user's where nothing is: a fault of usage."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -370,7 +370,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
             logger.warning("checkpoint %s is damaged: %s is used", checkpoints.named()[-1], complete[-1])
         return complete[-1] / "model.pt"
     wanted = "no complete checkpoint in it" if path.is_dir() else "no such file or folder"
-    raise NoCheckpoint(
+    raise (CheckpointError if path.exists() else NoCheckpoint)(
         f"{path}: {wanted}, expected a run's folder, a checkpoint's folder or a model.pt; "
         f"{folder_listing(path.absolute())}"
     )
