@@ -5,6 +5,7 @@ model.
     python train.py --BasicSettings.Env_name ALE/Boxing-v5 --Models.WorldModel.Backbone Mamba
     python train.py --resume runs/<run>
     python train.py --debug-batch runs/<run>/faults/<step>/batch.pt
+    python train.py --profile 10
 
 `python train.py --help` lists every key of the configuration.
 """
@@ -38,6 +39,7 @@ from tools.checkpoints import Checkpoint, CheckpointError, read_model
 from tools.divergence import Diverged, DivergenceWatch, check_fits, examine, read_fault
 from tools.doctor import check_kernels, doctor
 from tools.pictures import open_loop_picture, reconstruction_picture
+from tools.profiling import StepProfiler
 from tools.run import EPISODE_RETURN, Run, RunError, open_run
 from utils import (
     Config,
@@ -105,11 +107,12 @@ class Schedule:
         return self.times_due(self.training.SaveEverySteps, step) > 0
 
 
-def train(run: Run) -> None:
-    """The whole run, from the step where it starts or resumes."""
+def train(run: Run, profile_steps: int | None = None) -> None:
+    """The whole run, from the step where it starts or resumes; `profile_steps` of its steps are traced."""
     config, device = run.config, resolve_device(run.config.BasicSettings.Device)
     seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
-    with make_env_vector(config, start_step=run.start_step) as env:
+    profiler = StepProfiler(run.folder, profile_steps, device)
+    with make_env_vector(config, start_step=run.start_step) as env, profiler:
         world_model, agent, replay = build(config, env, device)
         actor = build_actor(config, world_model, agent, fuse=config.BasicSettings.Compile)
         collector = Collector(env, actor)
@@ -145,6 +148,7 @@ def train(run: Run) -> None:
             if schedule.save(step) or finished:
                 save(run, step, world_model, agent, replay, collector)
             run.progress(step)
+            profiler.after_step(step, settled=update_world_model.settled and update_agent.settled)
     if run.stop_requested:
         logger.warning("stopped by %s at step %d; %s", run.stop_reason, step, run.how_to_go_on())
     print(run.report())
@@ -314,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.resume is None:
             check_start(command.config)
         with use_tier(command.config.BasicSettings.Kernels), open_run(command.config, command.resume) as run:
-            train(run)
+            train(run, command.profile)
         return run.exit_code
     except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -40,6 +40,7 @@ class CommandLine:
     resume: str | None = None
     doctor: bool = False
     debug_batch: str | None = None
+    profile: int | None = None
     given: dict[str, Any] = field(default_factory=dict)
 
 
@@ -269,19 +270,23 @@ def key_comments() -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------------- command line
 
 
+_TRAINING_WORDS = ("--resume", "--debug-batch", "--profile")            # words with a value that only train.py takes
+
+
 class _Words(NamedTuple):
     files: list[str]
     overrides: dict[str, str]
     resume: str | None
     doctor: bool
     debug_batch: str | None
+    profile: int | None
     show_help: bool
 
 
 def _parse_words(argv: list[str], program: str) -> _Words:
     files: list[str] = []
     overrides: dict[str, str] = {}
-    resume, doctor, debug_batch, show_help = None, False, None, False
+    resume, doctor, debug_batch, profile, show_help = None, False, None, None, False
     trains = Path(program).stem == "train"                              # only training resumes and is doctored
     words = iter(argv)
     for word in words:
@@ -294,7 +299,7 @@ def _parse_words(argv: list[str], program: str) -> _Words:
         name, given, value = word.partition("=")
         if not name.startswith("--") or name == "--":
             raise ConfigError(f"{_short(word)}: expected --Section.Key value, --config FILE or --help")
-        known = name[2:] in _FIELDS or name == "--config" or (name in ("--resume", "--debug-batch") and trains)
+        known = name[2:] in _FIELDS or name == "--config" or (name in _TRAINING_WORDS and trains)
         if not known:
             raise _unknown_word(name[2:])
         if not given:
@@ -307,9 +312,17 @@ def _parse_words(argv: list[str], program: str) -> _Words:
             resume = value
         elif name == "--debug-batch":
             debug_batch = value
+        elif name == "--profile":
+            profile = _count(name, value)
         else:
             overrides[name[2:]] = value
-    return _Words(files, overrides, resume, doctor, debug_batch, show_help)
+    return _Words(files, overrides, resume, doctor, debug_batch, profile, show_help)
+
+
+def _count(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and 0 < int(value) <= WHOLE_LIMIT):
+        raise ConfigError(f"{name} = {_short(value)}: must be a whole number >= 1 and <= {WHOLE_LIMIT}")
+    return int(value)
 
 
 def _unknown_word(name: str) -> ConfigError:
@@ -338,7 +351,7 @@ def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
     for path in words.files:
         given.update(_read_layer(Path(path)))
     given.update(words.overrides)
-    return CommandLine(_build({**base, **given}), words.resume, words.doctor, words.debug_batch, given)
+    return CommandLine(_build({**base, **given}), words.resume, words.doctor, words.debug_batch, words.profile, given)
 
 
 def help_text(program: str) -> str:
@@ -348,6 +361,7 @@ def help_text(program: str) -> str:
     if Path(program).stem == "train":
         lines += ["  --resume DIR    continue the run in this folder, with its own configuration"]
         lines += ["  --debug-batch FILE  repeat an update that was not finite, from the batch.pt that the run named"]
+        lines += ["  --profile N     trace N training steps, once both updates are warm, and say what takes their time"]
         lines += ["  --doctor        say what works on this machine for this configuration, and leave"]
     lines += ["  --help          print this and leave", "", "Keys, their defaults and what they accept:"]
     defaults, comments = default_values(), key_comments()

@@ -42,10 +42,10 @@ class CapturedStep:
 
     def __call__(self) -> Any:
         arguments = () if self.inputs is None else (self._settle(self.inputs()),)
+        self._calls += 1
         if not self.enabled:
             return self.function(*arguments)
-        if self._graph is None and self._calls < WARMUP_CALLS:
-            self._calls += 1
+        if self._graph is None and self._calls <= WARMUP_CALLS:
             return self._call_on_side_stream(arguments)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
@@ -53,6 +53,11 @@ class CapturedStep:
                 self._result = self.function(*arguments)
         self._graph.replay()
         return self._result
+
+    @property
+    def settled(self) -> bool:
+        """Whether warm-up and capture are over: a further call does nothing but the step."""
+        return self._calls > WARMUP_CALLS
 
     def _settle(self, fresh: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Fresh inputs at the addresses that the graph reads."""

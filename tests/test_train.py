@@ -170,6 +170,14 @@ def test_evaluation_does_not_change_the_training_curve(tmp_path):
     assert_same(newest_state(plain).train, newest_state(evaluated).train)
 
 
+def test_a_profiled_run_is_the_same_run(tmp_path):
+    plain = run_training(tmp_path)
+    assert main([*words(tmp_path / "profiled"), "--profile", "4"]) == 0
+    (profiled,) = (tmp_path / "profiled").iterdir()
+    assert_same_run(plain, profiled)
+    assert len(list(profiled.glob("profile_*.json"))) == 1
+
+
 def test_updates_are_counted_in_environment_steps(tmp_path):
     """Fault of published code: EverySteps // NumEnvs became 0. 80 steps mean as many updates for 1, 2 or 8 envs."""
     for num_envs, every in ((1, 4), (2, 4), (2, 1), (4, 3)):
