@@ -1,7 +1,9 @@
 """What happens to whole runs: breaks on a GPU, divergence, environments that fail, the user's Ctrl-C."""
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 
+from envs.toy import Catch
 from tests.test_train import ROOT, assert_same_run, metrics_of, newest_state, words
+from tools.run import Run
 from train import main
 
 RESUME_ON_GPU = """
@@ -119,3 +124,94 @@ def test_a_stopped_run_says_so_by_its_exit_code_and_goes_on(tmp_path, capsys, nu
     assert f"step {step} is saved, go on with --resume {folder}" in capsys.readouterr().err
     assert main(["--resume", str(folder), f"--JointTrainAgent.SampleMaxSteps={step + 4}"]) == 0
     assert newest_state(folder).step == step + 4
+
+
+# ------------------------------------------------------------------------------------------------------------ full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 6 MiB, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("may not mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_training_on_a_full_disk_goes_on_and_its_last_checkpoint_stays(small_disk, monkeypatch, capsys):
+    """The disk is full from step 45 to step 90: every metric line is there in the end, and so is every checkpoint but
+    those of that time."""
+    ballast = small_disk / "ballast"
+    progress = Run.progress
+
+    def fill_up(run, step):
+        if step == 45:
+            with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        elif step == 90:
+            saved.extend(path.name for path in (run.folder / "ckpt").iterdir())
+            ballast.unlink()
+        progress(run, step)
+
+    saved = []
+    monkeypatch.setattr(Run, "progress", fill_up)
+    options = ("--JointTrainAgent.SampleMaxSteps=120", "--JointTrainAgent.SaveEverySteps=20")
+    assert main(words(small_disk, *options)) == 0
+    (folder,) = (path for path in small_disk.iterdir() if path.is_dir())
+    told = capsys.readouterr().err
+    assert "step 60 is not saved (No space left on device)" in told and "step 80 is not saved" in told
+    assert sorted(saved) == ["step_000000020", "step_000000040"]
+    steps = [line["step"] for line in metrics_of(folder) if "world_model/loss" in line]
+    assert steps == list(range(30, 121, 10))
+    assert newest_state(folder).step == 120
+    assert main(["--resume", str(folder), "--JointTrainAgent.SampleMaxSteps=124"]) == 0
+
+
+# ----------------------------------------------------------------------------------------------- environments that fail
+
+
+class Flammable(Catch):
+    """Every `life`-th step raises."""
+
+    life, steps = 23, 0
+
+    def __init__(self):
+        super().__init__(16)
+
+    def step(self, action):
+        Flammable.steps += 1
+        if Flammable.steps % Flammable.life == 0:
+            raise RuntimeError("emulator on fire")
+        return super().step(action)
+
+
+@pytest.fixture
+def flammable():
+    Flammable.steps = 0
+    gymnasium.register("Test/Flammable-v0", entry_point=Flammable)
+    yield "--BasicSettings.Env_name=Test/Flammable-v0"
+    del gymnasium.registry["Test/Flammable-v0"]
+
+
+def test_a_run_survives_its_environments_and_counts_their_failures(tmp_path, flammable, capsys):
+    """Every row in the replay is a step that the environment made, and as many of them as the run has steps."""
+    assert main(words(tmp_path, flammable, "--Env.WorkerRestarts=9")) == 0
+    (folder,) = tmp_path.iterdir()
+    failures = [line["environment/restarts"] for line in metrics_of(folder) if "environment/restarts" in line]
+    assert failures == sorted(failures) and failures[-1] == (Flammable.steps - Flammable.steps % 23) / 23 == 3
+    assert newest_state(folder).replay["rows_written"] == 80
+    assert capsys.readouterr().err.count("RuntimeError: emulator on fire") == 3
+
+
+def test_failures_without_end_stop_the_run_with_the_traceback(tmp_path, flammable, capsys):
+    assert main(words(tmp_path, flammable, "--Env.WorkerRestarts=2")) == 1
+    error = capsys.readouterr().err
+    error = error[error.index("error: ") :]
+    assert "failed again after 2 restarts (Env.WorkerRestarts)" in error
+    assert "in step" in error and "emulator on fire" in error
+    (folder,) = tmp_path.iterdir()
+    assert newest_state(folder).step == 40

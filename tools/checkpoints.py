@@ -137,14 +137,16 @@ def _byte_tensor(data: bytes) -> torch.Tensor:
 
 
 def from_plain(value: Any) -> Any:
-    """Inverse of `to_plain`."""
+    """Inverse of `to_plain`; ValueError for tensors that claim more values than their data has (strides of 0 do)."""
+    if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of shape {tuple(value.shape)} over {value.untyped_storage().nbytes()} bytes")
     if isinstance(value, dict) and _ARRAY in value:
         dtype = np.dtype(value[_ARRAY])
         if dtype.hasobject:
             raise ValueError(f"an array of {dtype}")
-        return np.frombuffer(value["data"].cpu().numpy().tobytes(), dtype).reshape(value["shape"]).copy()
+        return np.frombuffer(from_plain(value["data"]).cpu().numpy().tobytes(), dtype).reshape(value["shape"]).copy()
     if isinstance(value, dict) and _BYTES in value:
-        return value[_BYTES].cpu().numpy().tobytes()
+        return from_plain(value[_BYTES]).cpu().numpy().tobytes()
     if isinstance(value, dict):
         return {key: from_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -265,6 +265,20 @@ def test_a_model_that_claims_more_than_the_file_holds_is_refused(tmp_path):
         read_model(tmp_path / "model.pt")
 
 
+@pytest.mark.parametrize("place", ["weights", "array", "bytes"])
+def test_a_tensor_that_claims_more_than_its_data_is_refused(tmp_path, place):
+    """4 bytes in a file, a terabyte once somebody copies them: refused before anyone does."""
+    huge = torch.zeros(1, dtype=torch.uint8).expand(2**40)
+    state = {
+        "weights": {"w": huge},
+        "array": {"w": {"__numpy__": "|u1", "shape": [2**40], "data": huge}},
+        "bytes": {"w": {"__bytes__": huge}},
+    }[place]
+    torch.save({**MODEL, "world_model": state}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"a tensor of shape \(1099511627776,\) over 1 bytes"):
+        read_model(tmp_path)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 100, -1])
 def test_a_truncated_model_that_travels_alone(tmp_path, cut):
     """Half a download must be told from a model, also without a manifest beside it."""
