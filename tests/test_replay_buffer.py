@@ -1,9 +1,11 @@
 """Replay buffer: what is sampled, how often, and what survives a save."""
 
 import copy
+import hashlib
 import itertools
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from replay_buffer import (
     world_model_logits,
 )
 from sub_models.cuda_graph import WARMUP_CALLS, CapturedStep
+from tests.tools.test_checkpoints import mutated
 
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -741,6 +744,49 @@ def test_altered_manifests_are_refused_or_harmless(saved_replay, data):
         assert len(loaded) == 0
     else:
         assert_same_content(loaded, replay)
+
+
+def with_digest_of(manifest: dict, victim: str, content: bytes) -> dict:
+    """The manifest as if `content` were what was saved: an attacker can compute checksums, too."""
+    altered = json_copy(manifest)
+    entry = altered["chunks"][0] if victim == "rows" else altered["counters"]
+    entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return altered
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", ["rows", "counters", "rows, digest right", "counters, digest right", "manifest"])
+def test_mutated_replay_files_give_clean_errors_or_possible_rows(saved_replay, tmp_path, victim, count):
+    """Whatever is done to a file: one line, or a buffer whose every row could have been appended."""
+    folder, manifest, _ = saved_replay
+    kind, right_digest = victim.split(",")[0], victim.endswith("right")
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    entry = manifest["chunks"][0] if kind == "rows" else manifest["counters"]
+    path = tmp_path / entry["name"]
+    original = json.dumps(manifest).encode() if kind == "manifest" else path.read_bytes()
+    rng, refused = random.Random(3), 0
+    for _ in range(count):
+        content, used = mutated(original, rng), manifest
+        if kind == "manifest":
+            try:
+                used = json.loads(content)
+            except ValueError:
+                continue  # refused by who reads the checkpoint
+        else:
+            path.write_bytes(content)
+            used = with_digest_of(manifest, kind, content) if right_digest else manifest
+        loaded = make_replay(capacity=16, batch_length=3)
+        try:
+            loaded.load(tmp_path, used)
+        except ReplayFileError as error:
+            assert "\n" not in str(error) and len(loaded) == 0
+            refused += 1
+        else:
+            assert len(loaded) == 16
+            for name, field in loaded._fields.items():
+                assert field.complaint(loaded._data[name].numpy()) is None
+    assert refused > count // 20
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config_files.schema import Config, walk_keys
+from tests.tools.test_checkpoints import mutated
 from utils import (
     DEFAULTS_FILE,
     CommandLine,
     ConfigError,
     config_from_dict,
-    config_from_older,
     config_from_file,
+    config_from_older,
     config_to_dict,
     config_to_yaml,
     default_values,
@@ -210,6 +211,21 @@ def test_mutated_files_give_only_clean_errors(tmp_path_factory, data):
         load("--config", str(path))
     except ConfigError as error:
         assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_run_configurations_give_only_clean_errors(tmp_path, count):
+    """A run's config.yaml: one line that names the file, or a configuration."""
+    path, original, rng = tmp_path / "config.yaml", config_to_yaml(load()).encode(), random.Random(4)
+    refused = 0
+    for _ in range(count):
+        path.write_bytes(mutated(original, rng))
+        try:
+            config_from_file(path)
+        except ConfigError as error:
+            assert str(error).isprintable() and str(error).startswith(f"{path}: ")
+            refused += 1
+    assert refused > count // 4
 
 
 # --------------------------------------------------------------------------------------------- configurations as values
