@@ -29,6 +29,7 @@ from envs.parallel import VectorEnv
 from envs.registered import build_registered, find_registration
 from envs.toy import TOY_NAMES, build_toy
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)                       # what a row can hold
 RENDERED_FAMILIES = ("dmc", "memory_maze")
 
 OPTIONAL_FAMILIES = {                                                  # family -> packages, what to install
@@ -84,7 +85,8 @@ class Episode(gymnasium.Wrapper):
         self._episode_return += self._checked_reward(reward)
         terminated, truncated = self._checked_flag("terminated", terminated), self._checked_flag("truncated", truncated)
         self._in_episode = not (terminated or truncated)
-        account = self._account(is_first=False, life_loss=bool(info.get("life_loss", False)))
+        life_loss = self._checked_flag("info['life_loss']", info.get("life_loss", False))
+        account = self._account(is_first=False, life_loss=life_loss)
         return obs, float(reward), terminated, truncated, {**info, **account}
 
     def get_state(self) -> dict[str, Any]:
@@ -140,14 +142,16 @@ class Episode(gymnasium.Wrapper):
             raise self._fault(f"observation is {got}, expected uint8 {shape}")
 
     def _checked_reward(self, reward: Any) -> float:
-        if not np.isscalar(reward) and np.shape(reward) != ():
+        if np.shape(reward) != ():
             raise self._fault(f"reward has shape {np.shape(reward)}, expected one number")
         try:
             value = float(reward)
-        except (TypeError, ValueError) as error:
-            raise self._fault(f"reward is {reward!r}, expected a number") from error
-        if not np.isfinite(value):
-            raise self._fault(f"reward is {value}, expected a finite number")
+        except (TypeError, ValueError):
+            value = None
+        if value is None or isinstance(reward, str | bytes):           # float() would read a text
+            raise self._fault(f"reward is {reward!r:.60}, expected a number")
+        if not abs(value) <= LARGEST_REWARD:                           # False for NaN, too
+            raise self._fault(f"reward is {value}, expected a finite number of at most {LARGEST_REWARD:.3g}")
         return value
 
     def _checked_flag(self, key: str, value: Any) -> bool:

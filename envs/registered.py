@@ -14,6 +14,20 @@ import numpy as np
 from envs.common import EnvironmentOutputError, UnknownEnvironment, UnusableEnvironment, resize_image
 
 
+class Answers(gymnasium.Wrapper):
+    """The class itself, held to the form of gymnasium's answers: (observation, info), and five values a step."""
+
+    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+        answer = self.env.reset(**arguments)
+        _check_answer("reset()", answer, ("observation", "info"))
+        return answer
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        answer = self.env.step(action)
+        _check_answer("step()", answer, ("observation", "reward", "terminated", "truncated", "info"))
+        return answer
+
+
 class ImageObservation(gymnasium.ObservationWrapper):
     """Observations as uint8 (S, S, 3), S = image_size; from `render()` where `from_render`.
 
@@ -24,6 +38,8 @@ class ImageObservation(gymnasium.ObservationWrapper):
         super().__init__(env)
         self.name, self.image_size, self.from_render = name, image_size, from_render
         self.observation_space = gymnasium.spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        space = env.observation_space
+        self._is_narrow = not from_render and bool((space.low > 0).any() or (space.high < 255).any())
 
     def observation(self, observation: Any) -> np.ndarray:
         if self.from_render:
@@ -31,6 +47,9 @@ class ImageObservation(gymnasium.ObservationWrapper):
         expected = self.env.observation_space
         if not isinstance(observation, np.ndarray) or observation.shape != expected.shape:
             raise EnvironmentOutputError(f"observation is {_describe(observation)}, its space says {expected}")
+        if self._is_narrow and not expected.contains(observation):
+            found = f"{_describe(observation)} in {observation.min()}..{observation.max()}"
+            raise EnvironmentOutputError(f"observation is {found}, its space says {expected}")
         return resize_image(_as_rgb(observation, "observation"), self.image_size)
 
     def get_state(self) -> dict[str, Any]:
@@ -84,7 +103,7 @@ class UnitAction(gymnasium.ActionWrapper):
 def build_registered(name: str, image_size: int) -> gymnasium.Env:
     """`name` is a gymnasium id; `module:id` imports the module first."""
     spec = find_registration(name)
-    env = gymnasium.make(spec, disable_env_checker=True)
+    env = _make(spec)
     from_render = not _is_image(env.observation_space)
     if from_render:
         modes = env.metadata.get("render_modes") or []
@@ -95,8 +114,20 @@ def build_registered(name: str, image_size: int) -> gymnasium.Env:
             )
         env.close()
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")              # pygame draws to memory, also without a screen
-        env = gymnasium.make(spec, render_mode="rgb_array", disable_env_checker=True)
+        env = _make(spec, render_mode="rgb_array")
     return ImageObservation(UnitAction(env, name), name, image_size, from_render)
+
+
+def _make(spec: gymnasium.envs.registration.EnvSpec, **arguments: Any) -> gymnasium.Env:
+    """gymnasium.make, with `Answers` below the wrappers that it adds: those unpack what they get."""
+    env = gymnasium.make(spec, disable_env_checker=True, **arguments)
+    if env is env.unwrapped:
+        return Answers(env)
+    innermost = env
+    while innermost.env is not env.unwrapped:
+        innermost = innermost.env
+    innermost.env = Answers(innermost.env)
+    return env
 
 
 def find_registration(name: str) -> gymnasium.envs.registration.EnvSpec:
@@ -146,6 +177,16 @@ def _as_rgb(image: Any, origin: str) -> np.ndarray:
     if image.shape[2] not in (1, 3) or 0 in image.shape:
         raise EnvironmentOutputError(f"{origin} is {_describe(image)}, expected one or three channels")
     return np.ascontiguousarray(np.broadcast_to(image, (*image.shape[:2], 3)))
+
+
+def _check_answer(call: str, answer: Any, names: tuple[str, ...]) -> None:
+    """Raise unless the answer is a tuple of as many values as there are names, the last of them a dict."""
+    expected = f"a tuple of {', '.join(names)}"
+    if not isinstance(answer, tuple) or len(answer) != len(names):
+        got = f"a tuple of {len(answer)} values" if isinstance(answer, tuple) else _describe(answer)
+        raise EnvironmentOutputError(f"{call} returned {got}, expected {expected}")
+    if not isinstance(answer[-1], dict):
+        raise EnvironmentOutputError(f"{call} returned {_describe(answer[-1])} as info, expected a dict")
 
 
 def _describe(value: Any) -> str:

@@ -222,10 +222,13 @@ def test_workers_know_what_the_script_registered(register, config):
     [
         ((float("nan"), False, False), "reward is nan, expected a finite number"),
         ((np.inf, False, False), "reward is inf, expected a finite number"),
+        ((1e39, False, False), r"reward is 1e\+39, expected a finite number of at most 3.4e\+38"),
         ((None, False, False), "reward is None, expected a number"),
+        (("1", False, False), "reward is '1', expected a number"),
         ((np.zeros(2), False, False), r"reward has shape \(2,\), expected one number"),
         ((0.0, 1, False), "terminated is 1, expected True or False"),
         ((0.0, False, None), "truncated is None, expected True or False"),
+        ((0.0, False), r"step\(\) returned a tuple of 4 values, expected a tuple of observation, reward, terminated,"),
     ],
 )
 def test_bad_outcome_names_environment_and_step(outcome, words, register, config):
@@ -258,13 +261,67 @@ def test_bad_observation_names_environment_and_step(frame, words, register, conf
         env.step(0)
 
 
-def test_an_exception_is_noted_with_environment_and_step(register, config):
-    mine = Frames()
+def test_a_range_that_the_space_denies_is_refused(register, config):
+    """Images in 0..1 that claim to be bytes, say: the agent would see black."""
+    mine = Frames(np.full((20, 30, 3), 7, np.uint8), gymnasium.spaces.Box(3, 9, (20, 30, 3), np.uint8))
     name = register(lambda: mine)
     env = make_env(name, config, 0)
     env.reset()
-    mine.outcome = ()
-    with pytest.raises(ValueError, match="not enough values") as caught:
+    for wrong in (2, 10):
+        mine.frame = np.full((20, 30, 3), wrong, np.uint8)
+        words = rf"observation is an array of uint8 \(20, 30, 3\) in {wrong}\.\.{wrong}, its space says Box\(3, 9"
+        with pytest.raises(EnvironmentOutputError, match=rf"^{name}, step {wrong // 8 + 1} .*: {words}"):
+            env.step(0)
+
+
+class BadReset(Frames):
+    """reset() answers whatever `answer` is."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def reset(self, *, seed=None, options=None):
+        return self.answer
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (np.zeros((20, 30, 3), np.uint8), r"reset\(\) returned an array of uint8 .*, expected a tuple of obs"),
+        ((np.zeros((20, 30, 3), np.uint8), 0.0, True, False, {}), r"reset\(\) returned a tuple of 5 values"),
+        ((np.zeros((20, 30, 3), np.uint8), None), r"reset\(\) returned NoneType None as info, expected a dict"),
+        ((np.zeros((20, 30, 3)), {}), r"observation is an array of float64 \(20, 30, 3\), expected a uint8 image"),
+    ],
+)
+def test_a_reset_that_answers_otherwise_is_refused(answer, words, limit, register, config):
+    """Among them: one that says that the episode is over already."""
+    name = register(lambda: BadReset(answer), max_episode_steps=limit, order_enforce=limit is not None)
+    with pytest.raises(EnvironmentOutputError, match=rf"^{name}, step 0 .*: {words}"):
+        make_env(name, config, 0).reset()
+
+
+def test_a_life_loss_that_is_no_flag_is_refused(register, config):
+    class Lives(Frames):
+        def step(self, action):
+            return self.frame, 0.0, False, False, {"life_loss": np.zeros(2, bool)}
+
+    env = make_env(register(Lives), config, 0)
+    env.reset()
+    with pytest.raises(EnvironmentOutputError, match=r"step 1 .*: info\['life_loss'\] is array.*expected True"):
+        env.step(0)
+
+
+def test_an_exception_is_noted_with_environment_and_step(register, config):
+    class Breaks(Frames):
+        def step(self, action):
+            raise ZeroDivisionError("a bug of its own")
+
+    name = register(Breaks)
+    env = make_env(name, config, 0)
+    env.reset()
+    with pytest.raises(ZeroDivisionError, match="a bug of its own") as caught:
         env.step(0)
     assert caught.value.__notes__ == [f"raised by environment {name}, step 1 (step 1 of its episode)"]
 
