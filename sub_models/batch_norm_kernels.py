@@ -12,16 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from mamba_ssm.ops.triton.launch import define, differentiate
+
 Tensor = torch.Tensor
 
 TILE = 4096  # elements that a program holds at a time
 PROGRAMS = 528  # of a sum over rows: four for each multiprocessor of an H200
-SAME, BLOCKS_TO_LINES, LINES_TO_BLOCKS = 0, 1, 2
 
 
 @triton.jit
 def _row_of_out(row, width, MOVE: tl.constexpr):
-    """Where row `row` of x lies in out. width: of x's line, in blocks or pixels."""
+    """Where row `row` of x lies in out. width: of x's line, in blocks or pixels; MOVE: 0 in the same place, 1 blocks to
+    lines, 2 lines to blocks."""
     if MOVE == 1:
         block, pixel = row // 4, row % 4
         return (2 * (block // width) + pixel // 2) * (2 * width) + 2 * (block % width) + pixel % 2
@@ -235,3 +237,52 @@ def _shares(rows: int, tile_rows: int) -> tuple[int, int]:
     tiles = triton.cdiv(rows, tile_rows)
     parts = min(PROGRAMS, tiles)
     return parts, triton.cdiv(tiles, parts)
+
+
+def _train(
+    x: Tensor, weight: Tensor, bias: Tensor, conv_bias: Tensor, eps: float, width: int, move: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, var = moments(x, weight.shape[0])
+    return apply(x, mean, var, weight, bias, eps, width, move), mean, var
+
+
+def _fake_train(x, weight, bias, conv_bias, eps, width, move):
+    return x.new_empty(x.numel()), *(x.new_empty(weight.shape, dtype=torch.float32) for _ in range(2))
+
+
+def _fake_apply(x, mean, var, weight, bias, eps, width, move):
+    return x.new_empty(x.numel())
+
+
+def _fake_backward(grad, x, mean, var, weight, bias, eps, width, move):
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _keep(ctx, inputs, output):
+    x, weight, bias, _, ctx.eps, ctx.width, ctx.move = inputs
+    _, mean, var = output
+    ctx.mark_non_differentiable(mean, var)
+    ctx.save_for_backward(x, mean, var, weight, bias)
+
+
+def _differentiated(ctx, grad, *_):
+    x, mean, var, weight, bias = ctx.saved_tensors
+    places = (ctx.eps, ctx.width, ctx.move)
+    grad_x, grad_weight, grad_bias = _backward_operator(grad.contiguous(), x, mean, var, weight, bias, *places)
+    return grad_x, grad_weight, grad_bias, torch.zeros_like(bias), None, None, None
+
+
+_STATISTICS = "Tensor mean, Tensor var, Tensor weight, Tensor bias"
+_PLACES = "float eps, int width, int move"
+train_operator = define(
+    f"batch_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor conv_bias, {_PLACES}) -> (Tensor, Tensor, Tensor)",
+    _train,
+    _fake_train,
+)
+apply_operator = define(f"batch_norm_silu_apply(Tensor x, {_STATISTICS}, {_PLACES}) -> Tensor", apply, _fake_apply)
+_backward_operator = define(
+    f"batch_norm_silu_backward(Tensor grad, Tensor x, {_STATISTICS}, {_PLACES}) -> (Tensor, Tensor, Tensor)",
+    backward,
+    _fake_backward,
+)
+differentiate("batch_norm_silu", _differentiated, _keep)

@@ -7,12 +7,13 @@ convolution's output is kept for it. The kernels are Triton's (`batch_norm_kerne
 Letters: B batch, C channels.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 
-from mamba_ssm.ops.triton.launch import define, differentiate, why_not
+from mamba_ssm.ops.triton.launch import why_not
+
+if (NO_KERNELS := why_not()) is None:  # why there are none
+    from sub_models.batch_norm_kernels import apply_operator, train_operator
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,7 +28,7 @@ def can_fuse(norm: nn.Module, act: nn.Module | None, rows: Tensor) -> bool:
         and isinstance(act, nn.SiLU)
         and rows.is_cuda
         and rows.dtype in FUSED_DTYPES
-        and why_not() is None
+        and NO_KERNELS is None
     )
 
 
@@ -42,15 +43,14 @@ def batch_norm_silu(
     """
     batch, height, width, _ = rows.shape
     channels, move = norm.num_features, _move(in_blocks, out_blocks)
-    operators = _operators()
     rows = rows.contiguous()
     if norm.training:
         bias = torch.zeros_like(norm.bias) if bias is None else bias
-        out, mean, var = operators["train"](rows, norm.weight, norm.bias, bias, norm.eps, width, move)
+        out, mean, var = train_operator(rows, norm.weight, norm.bias, bias, norm.eps, width, move)
         _move_statistics(norm, mean + bias.detach(), var, rows.numel() // channels)
     else:
         mean = norm.running_mean if bias is None else norm.running_mean - bias
-        out = operators["apply"](rows, mean, norm.running_var, norm.weight, norm.bias, norm.eps, width, move)
+        out = apply_operator(rows, mean, norm.running_var, norm.weight, norm.bias, norm.eps, width, move)
     if in_blocks and not out_blocks:
         return out.view(batch, 2 * height, 2 * width, channels)
     if out_blocks and not in_blocks:
@@ -70,58 +70,3 @@ def _move(in_blocks: bool, out_blocks: bool) -> int:
     if in_blocks == out_blocks:
         return 0
     return 1 if in_blocks else 2
-
-
-@cache
-def _operators() -> dict[str, torch._ops.OpOverload]:
-    """The operators, registered with torch on first use: their kernels import Triton."""
-    from sub_models import batch_norm_kernels as kernels
-
-    def train(x, weight, bias, conv_bias, eps, width, move):
-        mean, var = kernels.moments(x, weight.shape[0])
-        return kernels.apply(x, mean, var, weight, bias, eps, width, move), mean, var
-
-    def fake_train(x, weight, bias, conv_bias, eps, width, move):
-        return x.new_empty(x.numel()), *(x.new_empty(weight.shape, dtype=torch.float32) for _ in range(2))
-
-    def fake_apply(x, mean, var, weight, bias, eps, width, move):
-        return x.new_empty(x.numel())
-
-    def backward(grad, x, mean, var, weight, bias, eps, width, move):
-        return kernels.backward(grad.contiguous(), x, mean, var, weight, bias, eps, width, move)
-
-    def fake_backward(grad, x, mean, var, weight, bias, eps, width, move):
-        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
-
-    tail = "float eps, int width, int move"
-    statistics = "Tensor mean, Tensor var, Tensor weight, Tensor bias"
-    operators = {
-        "train": define(
-            f"batch_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor conv_bias, {tail})"
-            " -> (Tensor, Tensor, Tensor)",
-            train,
-            fake_train,
-        ),
-        "apply": define(f"batch_norm_silu_apply(Tensor x, {statistics}, {tail}) -> Tensor", kernels.apply, fake_apply),
-        "backward": define(
-            f"batch_norm_silu_backward(Tensor grad, Tensor x, {statistics}, {tail}) -> (Tensor, Tensor, Tensor)",
-            backward,
-            fake_backward,
-        ),
-    }
-
-    def keep(ctx, inputs, output):
-        x, weight, bias, _, ctx.eps, ctx.width, ctx.move = inputs
-        _, mean, var = output
-        ctx.mark_non_differentiable(mean, var)
-        ctx.save_for_backward(x, mean, var, weight, bias)
-
-    def differentiated(ctx, grad, *_):
-        x, mean, var, weight, bias = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = operators["backward"](
-            grad, x, mean, var, weight, bias, ctx.eps, ctx.width, ctx.move
-        )
-        return grad_x, grad_weight, grad_bias, torch.zeros_like(bias), None, None, None
-
-    differentiate("batch_norm_silu", differentiated, keep)
-    return operators

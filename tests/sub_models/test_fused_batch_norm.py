@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mamba_ssm.ops.triton.launch import why_not
-from sub_models.fused_batch_norm import batch_norm_silu, can_fuse
+import sub_models.space_to_depth
+from sub_models.fused_batch_norm import NO_KERNELS, batch_norm_silu, can_fuse
 from sub_models.space_to_depth import depth_to_space, space_to_depth
 from sub_models.world_models import Decoder, Encoder
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no Triton kernels here: {why_not()}")
+pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no Triton kernels here: {NO_KERNELS}")
 
 
 def norm_of(channels):
@@ -72,9 +72,8 @@ def test_the_bias_before_it_gets_a_gradient_of_zero():
 
 
 def test_the_operator_is_registered_well():
-    x, row = torch.randn(2, 4, 4, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE).requires_grad_()
-    batch_norm_silu(x, norm_of(8), None, False, False)  # registers the operators on first use
-    arguments = (x.requires_grad_(), *row.unbind(), 1e-5, 4, 2)
+    x, rows = torch.randn(2, 4, 4, 8, device=DEVICE).requires_grad_(), torch.randn(3, 8, device=DEVICE)
+    arguments = (x, *(row.clone().requires_grad_() for row in rows), 1e-5, 4, 2)
     torch.library.opcheck(torch.ops.mamba_ssm_triton.batch_norm_silu.default, arguments)
 
 
@@ -117,3 +116,16 @@ def test_whole_stacks_on_a_gpu(amp):
         for name, (got, want) in pairs.items():
             error = (got.double() - want.double()).norm() / want.double().norm()
             assert error < tolerance, f"{type(module).__name__} {name}: relative error {error:.2e}"
+
+
+def test_fused_stacks_become_one_program(monkeypatch):
+    """Torch's compiler must take the kernels as they are: looking for Triton while it traces would stop it."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(sub_models.space_to_depth, "can_fuse", lambda *found: isinstance(found[1], nn.SiLU))
+    stack = {"depth": 4, "mults": [1, 2], "kernel": 5, "padding": "same", "norm": "batch", "act": "SiLU"}
+    plain_encoder = Encoder((3, 8, 8), first_stride_one=True, **stack).to(DEVICE)
+    encoder = copy.deepcopy(plain_encoder)
+    encoder.relaid = True
+    program = torch.compile(encoder.forward, fullgraph=True, backend="aot_eager")
+    image = torch.rand(2, 3, 8, 8, device=DEVICE)
+    torch.testing.assert_close(program(image), plain_encoder(image), rtol=1e-4, atol=1e-4)
