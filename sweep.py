@@ -120,7 +120,7 @@ class RayPlace:
         self._ray = ray
         address = options.address or os.environ.get("RAY_ADDRESS")
         local = {} if address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        ray.init(address, log_to_driver=False, logging_level="warning", **local)
+        ray.init(address or "local", log_to_driver=False, logging_level="warning", **local)
         resources = ray.cluster_resources()
         gpus = resources.get("GPU", 0) if uses_gpu else 0
         self._remote = ray.remote(attempt).options(

@@ -78,8 +78,9 @@ def learning_curves(results: Sequence[Result]) -> bytes:
     colour = colours([setting for _, setting in groups])
     columns = min(COLUMNS, len(envs))
     rows = -(-len(envs) // columns)
-    figure = new_figure(max(6.0, 4.0 * columns), 3.2 * rows + 0.4)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    figure = new_figure(max(7.0, 4.0 * columns), 3.0 * rows + 0.7)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    labelled = {}  # one entry of the legend for each kind of line, whatever panel it is in
     for axes, env in zip(panels, envs, strict=False):
         for (group_env, setting), seeds in groups.items():
             if group_env == env:
@@ -89,10 +90,12 @@ def learning_curves(results: Sequence[Result]) -> bytes:
         axes.set_xlabel("environment steps", fontsize="small")
         axes.set_ylabel("return", fontsize="small")
         _tidy(axes)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="x-small", loc="best", framealpha=0.8)
-    for axes in list(panels):
+        labelled |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    for axes in panels[len(envs) :]:
         axes.set_visible(False)
+    figure.legend(
+        labelled.values(), labelled.keys(), loc="outside lower center", ncols=3, fontsize="small", frameon=False
+    )
     return png(figure)
 
 
@@ -100,8 +103,7 @@ def _draw_curve(axes: "Axes", seeds: Sequence[Result], setting: str, colour: str
     found = curve(seeds)
     if found is not None:
         points, values = found
-        label = f"{setting} ({len(values)} seed{'s' if len(values) > 1 else ''}, mean of {RECENT_EPISODES} episodes)"
-        axes.plot(points, values.mean(axis=0), color=colour, linewidth=1.6, label=label)
+        axes.plot(points, values.mean(axis=0), color=colour, linewidth=1.6, label=setting)
         if len(values) > 1:
             band = np.array([bootstrap_interval(column, draws=CURVE_DRAWS) for column in values.T])
             axes.fill_between(points, band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)

@@ -8,6 +8,7 @@ PATH: a run's folder, a sweep's, a stored result, or a folder of such. The page 
 import argparse
 import base64
 import html
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from tools.aggregates import (
 )
 from tools.checkpoints import write_atomic
 from tools.results import CARD, Result, ResultError, Score, collect, grouped, write_card
-from tools.run import bootstrap_interval
+from tools.run import RECENT_EPISODES, bootstrap_interval
 
 # Columns of config_files/atari_scores.csv beside ours, and what they are called; that file names each one's source.
 PUBLISHED = {
@@ -39,7 +40,6 @@ PUBLISHED = {
     "drama_mamba2": "Drama (paper)",
     "dreamerv3_2025": "DreamerV3",
     "storm": "STORM",
-    "iris": "IRIS",
 }
 BARS = ("drama_mamba2", "dreamerv3_2025")
 BEGIN, END = "<!-- results: made by eval.py, do not edit -->", "<!-- end of results -->"
@@ -75,7 +75,7 @@ def score_table(results: Sequence[Result]) -> Table:
     groups = grouped(results)
     several = len({setting for _, setting in groups}) > 1
     reference = reference_scores()
-    published = [column for column in PUBLISHED if any(column in reference.get(game_of(env), {}) for env, _ in groups)]
+    published = list(PUBLISHED) if any(game_of(env) in reference for env, _ in groups) else []
     rows = []
     for (env, setting), seeds in groups.items():
         row = [game_of(env), *([setting] if several else []), *_our_cells(seeds)]
@@ -107,10 +107,15 @@ def _our_cells(seeds: Sequence[Result]) -> list[str]:
     return [
         shown_steps,
         str(len(scores)),
-        f"{np.mean(means):.2f} ({low:.2f} to {high:.2f})",
+        _with_interval(float(np.mean(means)), low, high),
         " / ".join(kinds),
         "-" if normalised is None else f"{normalised:.3f}",
     ]
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    digits = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
+    return f"{value:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def _episodes(score: Score) -> str:
@@ -146,17 +151,21 @@ def seed_table(results: Sequence[Result]) -> Table:
 
 
 def config_table(results: Sequence[Result]) -> Table:
-    """What describes the method in a few words, for each setting."""
-    rows = []
-    for setting in dict.fromkeys(result.setting for result in results):
-        config = next(result.config for result in results if result.setting == setting)
-        training, world_model = config.JointTrainAgent, config.Models.WorldModel
+    """What describes the method in a few words, for each environment and setting that has another configuration."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for result in results:
+        training, world_model = result.config.JointTrainAgent, result.config.Models.WorldModel
         batch = f"{training.BatchSize} × {training.BatchLength}"
         imagined = f"{training.ImagineBatchSize} × {training.ImagineBatchLength}"
         every = f"{training.TrainDynamicsEverySteps} / {training.TrainAgentEverySteps}"
-        rows.append([setting, world_model.Backbone, config.Models.Agent.Policy, batch, imagined, every])
-    columns = ["setting", "backbone", "policy", "batch", "imagined", "steps per update (model / policy)"]
-    return Table("Settings", columns, rows)
+        row = (world_model.Backbone, result.config.Models.Agent.Policy, batch, imagined, every, result.differences)
+        games = rows.setdefault((result.setting, *row), [])
+        games += [result.game] if result.game not in games else []
+    numbered = any(result.setting != result.differences for result in results)
+    shown = [[setting, ", ".join(games), *(row if numbered else row[:-1])] for (setting, *row), games in rows.items()]
+    columns = ["setting", "environments", "backbone", "policy", "batch", "imagined", "steps per update"]
+    note = "Batch and imagined: sequences × steps. Steps per update: environment steps, of world model / policy."
+    return Table("Settings", columns + ["what differs"] * numbered, shown, note)
 
 
 # ----------------------------------------------------------------------------------------------------------- aggregates
@@ -177,6 +186,9 @@ class Benchmark:
                 scores.setdefault(result.setting, {}).setdefault(result.game, []).append(value)
         return cls(scores)
 
+    def games(self) -> list[str]:
+        return list(dict.fromkeys(game for by_game in self.scores.values() for game in by_game))
+
     def matrices(self) -> dict[str, np.ndarray]:
         """{setting: (seeds, games)}."""
         return {setting: score_matrix(by_game) for setting, by_game in self.scores.items()}
@@ -188,9 +200,9 @@ class Benchmark:
         }
 
     def comparable(self) -> list[tuple[str, str]]:
-        """Pairs of settings that were run on the same games."""
-        names = list(self.scores)
-        return [(a, b) for a in names for b in names if a != b and list(self.scores[a]) == list(self.scores[b])]
+        """Pairs of settings that were run on the same games, each pair once."""
+        pairs = itertools.combinations(self.scores, 2)
+        return [(a, b) for a, b in pairs if list(self.scores[a]) == list(self.scores[b])]
 
 
 def aggregate_table(benchmark: Benchmark, estimates: Mapping[str, Mapping[str, Estimate]]) -> Table:
@@ -200,7 +212,7 @@ def aggregate_table(benchmark: Benchmark, estimates: Mapping[str, Mapping[str, E
         runs, games = benchmark.matrices()[setting].shape
         rows.append([f"{setting} (this repository)", str(games), str(runs), *(_estimate(found[m]) for m in MEASURES)])
     reference = reference_scores()
-    games = list(dict.fromkeys(game for by_game in benchmark.scores.values() for game in by_game))
+    games = benchmark.games()
     for column, name in PUBLISHED.items():
         known = [game for game in games if column in reference[game]]
         if column not in ("random", "human") and known:
@@ -252,14 +264,18 @@ def build_sections(results: Sequence[Result]) -> list[Section]:
     curves = Picture("Return of training episodes", "figures/learning_curves.png", figures.learning_curves(results))
     sections = [
         Section("Scores", _honesty(results), [score_table(results)]),
-        Section("Learning curves", "Bands: 95 % bootstrap intervals over seeds.", [], [curves]),
+        Section("Learning curves", _CURVES, [], [curves]),
         *_benchmark_sections(Benchmark.of(results)),
         Section("What the models see", _SAMPLES, [], _sample_pictures(results)),
         Section("Settings and runs", "", [config_table(results), seed_table(results)]),
     ]
-    return [section for section in sections if section.tables or section.pictures or section.title == "Scores"]
+    return sections if sections[-2].pictures else [*sections[:-2], sections[-1]]
 
 
+_CURVES = (
+    f"Mean over seeds of the mean return of the last {RECENT_EPISODES} training episodes; bands are 95 % bootstrap "
+    "intervals over seeds, dots the episodes of a single seed."
+)
 _SAMPLES = (
     "Reconstructions: frames, what the decoder made of them, the difference. Open-loop predictions: after the line the "
     "model gets the actions that were taken, and no frames. Imagined rollouts: after the line the policy plays inside "
@@ -290,9 +306,11 @@ def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
         return []
     bars = figures.game_bars(benchmark.means(), BARS, PUBLISHED)
     sections = [Section("By game", "", [], [Picture("Human-normalised scores", "figures/games.png", bars)])]
+    if len(benchmark.games()) < 2:
+        return sections
     obstacle = why_no_aggregates()
     if obstacle is not None:
-        return [*sections, Section("Aggregates", f"Not computed: {obstacle}.", [Table("", [], [])])]
+        return [*sections, Section("Aggregates", f"Not computed: {obstacle}.")]
     matrices = benchmark.matrices()
     estimates = {setting: aggregates(matrix) for setting, matrix in matrices.items()}
     profiles = {setting: performance_profile(matrix, THRESHOLDS) for setting, matrix in matrices.items()}
@@ -337,7 +355,7 @@ def html_page(title: str, sections: Sequence[Section]) -> str:
             data = base64.b64encode(picture.data).decode()
             caption = _text(picture.caption)
             image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
-            parts.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+            parts.append(f"<figure><figcaption>{caption}</figcaption>{image}</figure>")
     return _PAGE.format(title=_text(title), body="\n".join(parts))
 
 
@@ -349,14 +367,15 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 body {{ font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1c2530; background: #fff;
-  max-width: 1080px; margin: 2rem auto; padding: 0 1.2rem; }}
+  max-width: 1180px; margin: 2rem auto; padding: 0 1.2rem; }}
 h1 {{ font-size: 1.6rem; }}
 h2 {{ font-size: 1.2rem; margin-top: 2.4rem; border-bottom: 1px solid #d8dee6; padding-bottom: .3rem; }}
 h3 {{ font-size: 1rem; margin-bottom: .3rem; }}
 .wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .88rem; }}
-th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #e3e8ee; text-align: right; white-space: nowrap; }}
-th {{ background: #f4f6f9; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .82rem; }}
+th, td {{ padding: .28rem .6rem; border-bottom: 1px solid #e3e8ee; text-align: right; }}
+td {{ white-space: nowrap; }}
+th {{ background: #f4f6f9; vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; }}
 tbody tr:hover {{ background: #f8fafc; }}
 .note, figcaption {{ color: #5a6675; font-size: .85rem; }}
@@ -378,7 +397,7 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
     parts = [f"# {title}"]
     for section in sections:
         shown = [picture for picture in section.pictures if not picture.file.startswith("figures/sample_")]
-        if not (section.text and not section.pictures) and not section.tables and not shown:
+        if section.pictures and not shown:  # samples
             continue
         parts.append(f"## {section.title}")
         parts += [section.text] if section.text else []

@@ -13,7 +13,7 @@ Every folder that has config.yaml and metrics.jsonl is a result: a run's, a stor
 import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from utils import RUN_CONFIG_NAME, Config, flatten_config, load_config
 logger = logging.getLogger("drama.results")
 
 MODEL_BYTES = 16_000_000  # a larger model is not stored beside its figures
+LABEL_KEYS = 3  # settings that differ in more keys are numbered
 ORIGIN = "origin.json"
 CARD = "CARD.md"
 # Keys in which runs may differ and still be the same setting: where and how fast they ran, what they showed.
@@ -62,7 +63,8 @@ class Result:
     metrics: dict[str, tuple[np.ndarray, np.ndarray]]  # as read_metrics gives them
     evaluation: dict[str, Any] | None  # summary.json of the newest checkpoint's evaluation
     origin: dict[str, Any]
-    setting: str = "default"
+    setting: str = "default"  # a label
+    differences: str = "default"  # the keys behind it
 
     @property
     def env(self) -> str:
@@ -143,14 +145,25 @@ def read_result(folder: Path) -> Result:
 
 
 def label_settings(results: Sequence[Result]) -> list[Result]:
-    """The results with `setting` set: the keys in which they differ, `default` where they do not."""
+    """The results with `setting` and `differences` set, from the keys in which runs of one environment differ.
+
+    `default` where none does; numbered settings where more than `LABEL_KEYS` do.
+    """
     flat = [_method_keys(result.config) for result in results]
-    varying = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
-    labelled = []
+    first: dict[str, dict[str, Any]] = {}
     for result, keys in zip(results, flat, strict=True):
-        setting = ", ".join(f"{key.rpartition('.')[2]} {keys[key]}" for key in varying) or "default"
-        labelled.append(Result(**{**vars(result), "setting": setting}))
-    return labelled
+        first.setdefault(result.env, keys)
+    varying = [
+        key
+        for key in flat[0]
+        if any(keys[key] != first[result.env][key] for result, keys in zip(results, flat, strict=True))
+    ]
+    differences = [", ".join(f"{key.rpartition('.')[2]} {keys[key]}" for key in varying) or "default" for keys in flat]
+    numbers = {text: f"setting {i}" for i, text in enumerate(dict.fromkeys(differences), start=1)}
+    return [
+        replace(result, setting=numbers[text] if len(varying) > LABEL_KEYS else text, differences=text)
+        for result, text in zip(results, differences, strict=True)
+    ]
 
 
 def _method_keys(config: Config) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""Reports: one page without outside references, tables that say what was measured, README sections in step."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tools.made_results import make_result
+from tools import figures, report
+from tools.report import (
+    BEGIN,
+    END,
+    build_sections,
+    config_table,
+    html_page,
+    markdown_page,
+    readme_section,
+    report_command,
+    score_table,
+    update_readme,
+)
+from tools.results import ResultError, collect
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class References(HTMLParser):
+    """Every address in a page that a browser could fetch, and the tags that could run something."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags = [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.found += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action", "poster")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Two games, two settings, two seeds, and a toy task with a single run that was not evaluated."""
+    folder = tmp_path_factory.mktemp("results")
+    goals = {"Pong": 10.0, "Boxing": 60.0}
+    for game, goal in goals.items():
+        for seed in (0, 1):
+            for tau, lift in ((10, 0.0), (5, 1.0)):
+                name = f"{game}_{seed}_{tau}"
+                scores = [goal + lift + seed, goal + lift - seed]
+                returns = np.linspace(0, goal, 30).tolist()
+                make_result(folder / name, f"ALE/{game}-v5", seed, returns, scores, JointTrainAgent__Tau=tau)
+    make_result(folder / "Toy", "Toy/Catch-v0", 0, [0.5, 1.0])
+    return collect([folder])
+
+
+@pytest.fixture(scope="module")
+def sections(results):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.aggregates.DRAWS", 50)
+        patch.setattr(figures, "CURVE_DRAWS", 50)
+        return build_sections(results)
+
+
+def test_the_page_needs_nothing_else(sections):
+    page = html_page("A <title> & more", sections)
+    references = References()
+    references.feed(page)
+    assert references.found and all(value.startswith("data:image/png;base64,") for value in references.found)
+    assert not references.tags & {"script", "link", "iframe", "object", "embed"}
+    assert "url(" not in page and "@import" not in page and "http" not in re.sub(r'base64,[^"]+', "", page)
+    assert "A &lt;title&gt; &amp; more" in page
+    for title in ("Scores", "Learning curves", "By game", "Aggregates", "What the models see", "Settings and runs"):
+        assert f"<h2>{title}</h2>" in page
+
+
+def test_scores_stand_beside_the_published_ones(results):
+    table = score_table(results)
+    rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    pong = rows["Pong", "Tau 5.0"]
+    assert pong["score"].startswith("11.00 (") and pong["seeds"] == "2" and pong["episodes"] == "2 eval"
+    assert pong["human-normalised"] == f"{(11 + 20.7) / 35.3:.3f}" and pong["random"] == "-20.7"
+    assert pong["Drama (paper)"] == "-" and rows["Boxing", "Tau 10.0"]["Drama (paper)"] == "78"
+    toy = rows["Toy/Catch-v0", "Tau 10.0"]
+    assert toy["score"] == "0.75 (0.50 to 1.00)" and toy["episodes"] == "2 train" and toy["human-normalised"] == "-"
+
+
+def test_what_a_reader_must_know_comes_first(sections):
+    text = sections[0].text
+    assert text.startswith("9 runs, 1 to 2 seeds each. 8 ended before 100,000 steps") and "1 not evaluated" in text
+
+
+def test_aggregates_are_of_the_games_alone(sections):
+    section = next(section for section in sections if section.title == "Aggregates")
+    table, improvement = section.tables
+    ours = next(row for row in table.rows if row[0].startswith("Tau 5.0"))
+    expected = np.mean([(11 + 20.7) / 35.3, (61 - 0.1) / 12])
+    assert ours[1:3] == ["2", "2"] and ours[3].startswith(f"{expected:.3f}")
+    paper = next(row for row in table.rows if row[0] == "Drama (paper)")
+    assert paper[1] == "1" and paper[3] == f"{(78 - 0.1) / 12:.3f}" and paper[-1] == "-"
+    assert improvement.rows[0][:2] == ["Tau 10.0", "Tau 5.0"] or improvement.rows[0][:2] == ["Tau 5.0", "Tau 10.0"]
+
+
+def test_without_the_library_the_rest_is_there(results, monkeypatch):
+    monkeypatch.setattr(report, "why_no_aggregates", lambda: "rliable is not installed")
+    monkeypatch.setattr(figures, "learning_curves", lambda _: b"")
+    page = markdown_page("Title", build_sections(results))
+    assert "Not computed: rliable is not installed." in page and "| Pong |" in page
+
+
+def test_a_single_toy_run_makes_a_report(tmp_path):
+    make_result(tmp_path / "run", "Toy/Catch-v0", returns=[])
+    report_command([str(tmp_path / "run")], say=lambda _: None)
+    text = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert "no episode ended" in text and "Aggregates" not in text
+    assert (tmp_path / "run" / "report" / "figures" / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_are_means_of_the_last_episodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RECENT_EPISODES", 2)
+    monkeypatch.setattr(figures, "POINTS", 3)
+    make_result(tmp_path / "1", seed=0, returns=[0.0, 2.0, 4.0])
+    make_result(tmp_path / "2", seed=1, returns=[1.0, 1.0, 1.0])
+    points, values = figures.curve(collect([tmp_path]))
+    np.testing.assert_array_equal(points, [1000, 2000, 3000])
+    np.testing.assert_array_equal(values, [[0, 1, 3], [1, 1, 1]])
+
+
+def test_settings_with_several_configurations_have_several_rows(results):
+    rows = config_table(results).rows
+    assert [row[:2] for row in rows] == [["Tau 10.0", "Boxing, Pong, Toy/Catch-v0"], ["Tau 5.0", "Boxing, Pong"]]
+
+
+def test_the_readme_section_is_put_between_the_markers(tmp_path, results):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    update_readme(readme, "new")
+    assert readme.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    update_readme(readme, "new")
+    assert readme.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    readme.write_text(f"{END}{BEGIN}")
+    with pytest.raises(ResultError, match="expected one line"):
+        update_readme(readme, "new")
+
+
+@pytest.mark.parametrize("readme", ["README.md", "results/README.md"])
+def test_the_readme_is_in_step_with_the_results(readme):
+    """`python eval.py --report results --readme README.md --readme results/README.md` was forgotten otherwise."""
+    path = ROOT / readme
+    section = readme_section(collect([ROOT / "results"]), ROOT / "results" / "report", path)
+    assert f"{BEGIN}\n\n{section}\n\n{END}" in path.read_text()
+
+
+def test_every_stored_result_has_its_card():
+    from tools.results import card, read_result
+
+    for file in (ROOT / "results").glob("*/config.yaml"):
+        assert (file.parent / "CARD.md").read_text() == card(read_result(file.parent)), file.parent

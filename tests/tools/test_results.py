@@ -1,0 +1,107 @@
+"""Results: found in folders, labelled by what differs, stored small, described by a card."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.tools.made_results import make_result
+from tools.results import ResultError, card, collect, grouped, read_result, store_run
+
+
+def test_runs_are_found_below_a_folder_and_once(tmp_path):
+    make_result(tmp_path / "sweep" / "runs" / "a" / "one", seed=0)
+    make_result(tmp_path / "sweep" / "runs" / "b" / "two", seed=1)
+    (tmp_path / "sweep" / "other").mkdir()
+    (tmp_path / "sweep" / "other" / "metrics.jsonl").write_text("")
+    results = collect([tmp_path / "sweep", tmp_path / "sweep" / "runs" / "a"])
+    assert [(r.folder.name, r.seed, r.setting) for r in results] == [("one", 0, "default"), ("two", 1, "default")]
+
+
+def test_what_is_no_result_is_named(tmp_path):
+    with pytest.raises(ResultError, match="nowhere: no such folder"):
+        collect([tmp_path / "nowhere"])
+    with pytest.raises(ResultError, match="no run in it"):
+        collect([tmp_path])
+
+
+def test_settings_are_the_keys_that_differ_within_an_environment(tmp_path):
+    make_result(tmp_path / "1", "ALE/Pong-v5", JointTrainAgent__Tau=10, BasicSettings__Device="cpu")
+    make_result(tmp_path / "2", "ALE/Pong-v5", JointTrainAgent__Tau=5, Evaluate__EpisodeNum=3)
+    make_result(tmp_path / "3", "ALE/Boxing-v5", JointTrainAgent__Tau=10, JointTrainAgent__BatchSize=4)
+    results = collect([tmp_path])
+    assert [r.setting for r in results] == ["Tau 10.0", "Tau 5.0", "Tau 10.0"]
+    assert list(grouped(results)) == [(r.env, r.setting) for r in results]
+
+
+def test_many_differences_become_a_number(tmp_path):
+    keys = {"JointTrainAgent__Tau": 5, "JointTrainAgent__Alpha": 2, "JointTrainAgent__Beta": 2}
+    make_result(tmp_path / "1")
+    make_result(tmp_path / "2", **keys, JointTrainAgent__ImaginationTau=3)
+    first, second = collect([tmp_path])
+    assert (first.setting, second.setting) == ("setting 1", "setting 2")
+    assert second.differences == "Tau 5.0, ImaginationTau 3.0, Alpha 2.0, Beta 2.0"
+
+
+def test_the_score_is_the_evaluations_else_that_of_the_last_training_episodes(tmp_path):
+    trained = read_result(make_result(tmp_path / "1", returns=[-21.0, -19.0]))
+    assert trained.score()[:3] == (-20.0, 2, False)
+    assert trained.normalised() == pytest.approx(0.7 / 35.3)
+    evaluated = read_result(make_result(tmp_path / "2", evaluation=[3.0, 5.0]))
+    assert evaluated.score() == (4.0, 2, True, (3.0, 5.0))
+    none = read_result(make_result(tmp_path / "3", returns=[]))
+    assert none.score() is None and none.normalised() is None and none.steps == 0
+
+
+def test_a_configuration_of_an_earlier_version_is_read(tmp_path):
+    folder = make_result(tmp_path / "run")
+    file = folder / "config.yaml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if "  Alpha:" not in line))
+    assert read_result(folder).config.JointTrainAgent.Alpha == 1.0
+
+
+def test_a_run_is_stored_without_what_only_resuming_needs(tmp_path, caplog):
+    source = make_result(tmp_path / "run", evaluation=[1.0])
+    (source / "replay").mkdir()
+    (source / "replay" / "rows").write_bytes(b"0" * 1000)
+    store_run(source, tmp_path / "stored")
+    kept = {path.relative_to(tmp_path / "stored").as_posix() for path in (tmp_path / "stored").rglob("*.*")}
+    assert kept == {
+        "CARD.md",
+        "config.yaml",
+        "metrics.jsonl",
+        "eval/step_000002000/summary.json",
+        "pictures/open_loop_000002000.png",
+        "pictures/reconstruction_000002000.png",
+    }
+    assert "no model is stored" in caplog.text
+    assert collect([tmp_path / "stored"])[0].score().mean == 1.0
+    with pytest.raises(ResultError, match="not a run's folder"):
+        store_run(tmp_path, tmp_path / "other")
+
+
+def test_a_card_says_what_was_measured_and_what_not(tmp_path):
+    folder = make_result(tmp_path / "run", "ALE/Boxing-v5", seed=7, returns=[1.0], evaluation=[70.0, 80.0])
+    (folder / "origin.json").write_text(json.dumps({"note": "A note.", "command": "python train.py"}))
+    text = card(read_result(folder))
+    for part in (
+        "# Drama on ALE/Boxing-v5, seed 7",
+        "A note.",
+        "75.00 over 2 episodes of the final checkpoint (95 % interval 74.00 to 76.00)",
+        "| human-normalised | 6.242 (",
+        "| paper (5 seeds, 100,000 steps) | 78 |",
+        "| evaluation, hardware | GPU of a test |",
+        "`abcdef012345`",
+        "`python train.py`",
+        "1,000 steps are fewer than the 100,000",
+        "not stored",
+    ):
+        assert part in text, part
+    unknown = card(read_result(make_result(tmp_path / "toy", "Toy/Catch-v0", returns=[])))
+    assert "no episode ended" in unknown and "origin | not recorded" in unknown and "human-normalised" not in unknown
+
+
+def test_metrics_are_read_once_as_arrays(tmp_path):
+    steps, returns = read_result(make_result(tmp_path / "run")).metrics["episode/return"]
+    np.testing.assert_array_equal(steps, [1000, 2000])
+    np.testing.assert_array_equal(returns, [-21, -20])
