@@ -18,6 +18,7 @@ from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
 from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx, sequence_pieces, sequence_starts, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
+from mamba_ssm.ops.triton.launch import register_triton
 from mamba_ssm.ops.triton.layernorm_gated import rms_norm_ref, rmsnorm_fn
 from mamba_ssm.ops.triton.ssd_bmm import bmm_chunk
 from mamba_ssm.ops.triton.ssd_chunk_scan import chunk_scan
@@ -28,8 +29,8 @@ Tensor = torch.Tensor
 
 NO_LIMIT = (0.0, math.inf)
 
-register_operator("mamba_chunk_scan_combined")
-register_operator("mamba_split_conv1d_scan_combined")   # the parts have tiers of their own
+register_operator("mamba_chunk_scan_combined", cuda=("triton",))
+register_operator("mamba_split_conv1d_scan_combined", cuda=("triton",))
 
 
 def mamba_chunk_scan_combined(
@@ -224,6 +225,7 @@ def _results(out, final_states, varlen_states, return_final_states, return_varle
 
 
 register("mamba_chunk_scan_combined", "reference", mamba_chunk_scan)
+register_triton("mamba_chunk_scan_combined", "ssd_triton", "chunk_scan_on_gpu")
 
 
 def mamba_split_conv1d_scan_combined(

@@ -1,0 +1,396 @@
+"""Triton kernels of state-space duality, forward and backward. Host side and operators: ssd_triton.py.
+
+A chunk is one tile of Q rows, small enough that all its products stay on chip. With c the running log-decay inside a
+chunk (c_i = Σ_{k<=i} Δ_k A), h the state that enters it and M_ij = exp(c_i - c_j) for i >= j, for one head:
+
+    W = M ⊙ C Bᵀ ⊙ Δ_j,    y = W x + exp(c) C hᵀ + D x,    h <- exp(c_last) h + Σ_j exp(c_last - c_j) Δ_j x_j B_jᵀ
+
+Consecutive chunks form a span; one program walks over a span with the state in registers. Where one span for each
+batch row and head would leave the GPU idle, the spans' own contributions come first (`_states_kernel`), then the
+states that enter them (`_passing_kernel`), then `_scan_kernel`. Backward, with g the derivative of the state that
+leaves a chunk (the same walk from the end, in dy and C) and V = dy xᵀ:
+
+    dx = Wᵀ dy + D dy + w ⊙ B gᵀ,   w_j = exp(c_last - c_j) Δ_j       dC = (V ⊙ M ⊙ Δ_j) B + exp(c) dy h
+    dB = (V ⊙ M ⊙ Δ_j)ᵀ C + w ⊙ x g,                                  dh = exp(c_last) g + Σ_i exp(c_i) dy_i C_iᵀ
+
+The log-decay of step k is part of every M_ij with j < k <= i and of every path through the state over it, so its
+derivative is the sum over exactly those pairs: nothing is subtracted, and no digits are lost after a huge step.
+Differences of c come from float64 sums (kept as two float32 numbers where they fill a tile). A boundary of `seq_idx`
+is a step with log-decay -10,000: its decay is 0 in value and slope, so that no kernel needs a mask for it.
+
+Letters: B batch, L length, H heads, P headdim, G groups, R = H/G, N state size, Q rows of a chunk (tile), K chunks,
+S spans, BLOCK_P, BLOCK_N tiles of P and N.   All sums are float32; `DOT` says in what the tensor cores multiply:
+"bf16", "tf32" (rounded to nearest), "tf32x3" (three tf32 products, float32 in effect).
+"""
+
+import triton
+import triton.language as tl
+
+from mamba_ssm.ops.triton.jit_math import silu, silu_slope, softplus
+
+LOG_DECAY_FLOOR = tl.constexpr(-1000.0)          # exp is 0 there, in value and slope
+BOUNDARY = tl.constexpr(-10000.0)
+
+
+@triton.jit
+def _operand(v, DOT: tl.constexpr):
+    """A tile as tensor cores take it."""
+    if DOT == "bf16":
+        v = v.to(tl.bfloat16)
+    else:
+        v = v.to(tl.float32)
+    if DOT == "tf32":                            # the hardware cuts the last 13 bits off
+        v = ((v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return v
+
+
+@triton.jit
+def _dot(a, b, DOT: tl.constexpr):
+    a, b = _operand(a, DOT), _operand(b, DOT)
+    if DOT == "bf16":
+        product = tl.dot(a, b)
+    else:
+        product = tl.dot(a, b, input_precision=DOT)
+    return product
+
+
+@triton.jit
+def _tile(ptr, rows, stride, columns, L, WIDTH: tl.constexpr):
+    """The rows and columns of a matrix at `ptr`, zeros behind its ends."""
+    at = rows[:, None].to(tl.int64) * stride + columns[None, :]
+    return tl.load(ptr + at, mask=(rows[:, None] < L) & (columns[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit
+def _store_tile(ptr, rows, stride, columns, L, WIDTH: tl.constexpr, values):
+    at = rows[:, None].to(tl.int64) * stride + columns[None, :]
+    mask = (rows[:, None] < L) & (columns[None, :] < WIDTH)
+    tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _raw_steps(dt_ptr, bias_ptr, rows, stride, h, L, HAS_BIAS: tl.constexpr):
+    raw = tl.load(dt_ptr + rows.to(tl.int64) * stride, mask=rows < L, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        raw += tl.load(bias_ptr + h).to(tl.float32)
+    return raw                                                                            # (Q)
+
+
+@triton.jit
+def _steps(raw, rows, L, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr):
+    """Δ (Q), 0 behind the last row."""
+    step = raw
+    if SOFTPLUS:
+        step = softplus(step)
+    if LIMITED:
+        step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+    return tl.where(rows < L, step, 0.0)
+
+
+@triton.jit
+def _log_decay(step, A, seq_ptr, rows, stride, b, L, HAS_SEQ: tl.constexpr):
+    """log-decay of each step (Q) in float64."""
+    log_decay = tl.maximum(step * A, LOG_DECAY_FLOOR)
+    if HAS_SEQ:
+        seq_ptr += b * stride
+        inside = (rows > 0) & (rows < L)
+        now = tl.load(seq_ptr + rows, mask=inside, other=0)
+        before = tl.load(seq_ptr + rows - 1, mask=inside, other=0)
+        log_decay = tl.where(now != before, BOUNDARY, log_decay)
+    return log_decay.to(tl.float64)
+
+
+@triton.jit
+def _decay_matrix(c, Q: tl.constexpr):
+    """M (Q, Q), from c (Q) float64."""
+    high = c.to(tl.float32)
+    low = (c - high.to(tl.float64)).to(tl.float32)
+    row = tl.arange(0, Q)
+    log_decay = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp(tl.where(row[:, None] >= row[None, :], log_decay, float("-inf")))
+
+
+@triton.jit
+def _scan_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, seq_ptr, entering_ptr, out_ptr, final_ptr,
+    dt_min, dt_max, L, chunks_in_span,
+    x_b, x_l, x_h, dt_b, dt_l, dt_h, B_b, B_l, B_g, C_b, C_l, C_g, D_h, D_p, z_b, z_l, z_h, seq_b, in_b, in_s, in_h,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SEQ: tl.constexpr, HAS_ENTERING: tl.constexpr, MOVES: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """out and the final state. One program: a span, BLOCK_P columns of one head; grid (H * P blocks, S, B).
+
+    MOVES: the state is needed after the first chunk."""
+    p_blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    h, span, b = (tl.program_id(0) // p_blocks).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ps = (tl.program_id(0) % p_blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
+    g = h // R
+    x_ptr += b * x_b + h * x_h
+    dt_ptr += b * dt_b + h * dt_h
+    B_ptr += b * B_b + g * B_g
+    C_ptr += b * C_b + g * C_g
+    out_ptr += (b * L * H + h) * P
+    A = tl.load(A_ptr + h).to(tl.float32)
+    if HAS_D:
+        D = tl.load(D_ptr + h * D_h + ps * D_p, mask=ps < P, other=0.0).to(tl.float32)
+    if HAS_ENTERING:
+        state = _tile(entering_ptr + b * in_b + span.to(tl.int64) * in_s + h * in_h, ps, N, ns, P, N).to(tl.float32)
+    else:
+        state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    start = span * chunks_in_span
+    for k in range(start, tl.minimum(start + chunks_in_span, tl.cdiv(L, Q))):
+        rows = k * Q + tl.arange(0, Q)
+        x = _tile(x_ptr, rows, x_l, ps, L, P)                                             # (Q, BLOCK_P)
+        B = _tile(B_ptr, rows, B_l, ns, L, N)                                             # (Q, BLOCK_N)
+        C = _tile(C_ptr, rows, C_l, ns, L, N)
+        step = _steps(_raw_steps(dt_ptr, bias_ptr, rows, dt_l, h, L, HAS_BIAS), rows, L, dt_min, dt_max,
+                      SOFTPLUS, LIMITED)  # fmt: skip
+        log_decay = _log_decay(step, A, seq_ptr, rows, seq_b, b, L, HAS_SEQ)
+        c = tl.cumsum(log_decay, 0)
+        weight = _decay_matrix(c, Q) * _dot(C, tl.trans(B), DOT) * step[None, :]          # (Q, Q)
+        y = _dot(weight, x, DOT)                                                          # (Q, BLOCK_P)
+        if HAS_ENTERING or MOVES:
+            y += tl.exp(c.to(tl.float32))[:, None] * _dot(C, tl.trans(state), DOT)
+        if HAS_D:
+            y += D[None, :] * x.to(tl.float32)
+        if HAS_Z:
+            z = _tile(z_ptr + b * z_b + h * z_h, rows, z_l, ps, L, P).to(tl.float32)
+            y *= silu(z)
+        _store_tile(out_ptr, rows, H * P, ps, L, P, y)
+        if MOVES:
+            total = tl.sum(log_decay, 0)
+            reach = tl.exp((total - c).to(tl.float32)) * step                             # (Q)
+            state = state * tl.exp(total.to(tl.float32)) + _dot(tl.trans(x * reach[:, None]), B, DOT)
+    if FINAL:                                    # noqa: SIM102  decided when compiling
+        if span == tl.num_programs(1) - 1:
+            _store_tile(final_ptr + (b * H + h) * P * N, ps, N, ns, P, N, state)
+
+
+@triton.jit
+def _states_kernel(
+    rows_ptr, z_ptr, columns_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, ends_ptr, entering_ptr,
+    states_ptr, last_ptr, decay_ptr, dt_min, dt_max, L, chunks_in_span,
+    r_b, r_l, r_h, z_b, z_l, z_h, c_b, c_l, c_g, dt_b, dt_l, dt_h, seq_b, in_b, in_s, in_h,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    HAS_ENTERING: tl.constexpr, REVERSE: tl.constexpr, ENDS: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
+    DECAY: tl.constexpr,
+):  # fmt: skip
+    """The walk of the state over a span alone: rows x, columns B; REVERSE: its derivative from the end, dy and C.
+
+    One program: a span, a block of the state of one head; grid (H * P blocks * N blocks, S, B). EACH stores what
+    enters each chunk (reversed: the derivative of what leaves it) into (B, K, H, P, N), LAST what is left after the
+    span into (B, S, H, P, N), DECAY the span's log-decay into (B, S, H). ENDS: program 1 is a packed sequence instead,
+    and what is left is the state after its last row."""
+    p_blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    block, span, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    h = (block // (p_blocks * n_blocks)).to(tl.int64)
+    ps = (block // n_blocks) % p_blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = block % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    left = (b * tl.num_programs(1) + span) * H + h                                        # index into (B, S, H)
+    if ENDS:
+        begin, end = tl.load(ends_ptr + span), tl.load(ends_ptr + span + 1)
+        L = tl.where(begin == end, 0, end).to(tl.int32)                                   # rows behind: Δ = 0
+        span = (tl.maximum(L, 1) - 1) // (Q * chunks_in_span)
+    rows_ptr += b * r_b + h * r_h
+    columns_ptr += b * c_b + (h // R) * c_g
+    dt_ptr += b * dt_b + h * dt_h
+    A = tl.load(A_ptr + h).to(tl.float32)
+    if HAS_ENTERING:
+        state = _tile(entering_ptr + b * in_b + span.to(tl.int64) * in_s + h * in_h, ps, N, ns, P, N).to(tl.float32)
+    else:
+        state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    log_decay_of_span = 0.0
+    start = span * chunks_in_span
+    all_chunks = tl.cdiv(L, Q)
+    stop = tl.minimum(start + chunks_in_span, all_chunks)
+    for i in range(start, stop):
+        k = i
+        if REVERSE:
+            k = start + stop - 1 - i
+        if EACH:
+            here = states_ptr + ((b * all_chunks + k) * H + h) * P * N
+            _store_tile(here, ps, N, ns, P, N, state)
+        rows = k * Q + tl.arange(0, Q)
+        row_tile = _tile(rows_ptr, rows, r_l, ps, L, P)                                   # (Q, BLOCK_P)
+        column_tile = _tile(columns_ptr, rows, c_l, ns, L, N)                             # (Q, BLOCK_N)
+        if HAS_Z:
+            z = _tile(z_ptr + b * z_b + h * z_h, rows, z_l, ps, L, P).to(tl.float32)
+            row_tile = row_tile * silu(z)
+        step = _steps(_raw_steps(dt_ptr, bias_ptr, rows, dt_l, h, L, HAS_BIAS), rows, L, dt_min, dt_max,
+                      SOFTPLUS, LIMITED)  # fmt: skip
+        log_decay = _log_decay(step, A, seq_ptr, rows, seq_b, b, L, HAS_SEQ)
+        c = tl.cumsum(log_decay, 0)
+        total = tl.sum(log_decay, 0)
+        if REVERSE:
+            weight = tl.exp(c.to(tl.float32))                                             # (Q)
+        else:
+            weight = tl.exp((total - c).to(tl.float32)) * step
+        total = total.to(tl.float32)
+        state = state * tl.exp(total) + _dot(tl.trans(row_tile * weight[:, None]), column_tile, DOT)
+        log_decay_of_span += total
+    if ENDS:
+        state = tl.where(L == 0, 0.0, state)
+    if LAST:
+        _store_tile(last_ptr + left * P * N, ps, N, ns, P, N, state)
+    if DECAY:                                    # noqa: SIM102  decided when compiling
+        if block % (p_blocks * n_blocks) == 0:
+            tl.store(decay_ptr + left, log_decay_of_span)
+
+
+@triton.jit
+def _passing_kernel(
+    states_ptr, decay_ptr, initial_ptr, last_ptr, spans, in_b, in_h,
+    H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, REVERSE: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Turns what each span adds (B, S, H, P*N) into what enters it, in place; REVERSE from the last span to the first.
+
+    LAST: what is left in the end goes to (B, H, P*N). Grid (blocks of P*N, H, B)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    mask = at < SIZE
+    state = tl.zeros((BLOCK,), tl.float32)
+    if HAS_INITIAL:
+        state = tl.load(initial_ptr + b * in_b + h * in_h + at, mask=mask, other=0.0).to(tl.float32)
+    for i in range(spans):
+        s = i
+        if REVERSE:
+            s = spans - 1 - i
+        index = (b * spans + s) * H + h
+        added = tl.load(states_ptr + index * SIZE + at, mask=mask, other=0.0)
+        decay = tl.exp(tl.load(decay_ptr + index))
+        tl.store(states_ptr + index * SIZE + at, state, mask=mask)
+        state = state * decay + added
+    if LAST:
+        tl.store(last_ptr + (b * H + h) * SIZE + at, state, mask=mask)
+
+
+@triton.jit
+def _scan_backward_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, seq_ptr, entering_ptr, leaving_ptr, dout_ptr,
+    dx_ptr, ddt_ptr, dB_ptr, dC_ptr, dz_ptr, sums_ptr, dt_min, dt_max, L,
+    x_b, x_l, x_h, dt_b, dt_l, dt_h, B_b, B_l, B_g, C_b, C_l, C_g, D_h, D_p, z_b, z_l, z_h, seq_b,
+    in_b, in_k, in_h, out_b, out_k, out_h, do_b, do_l, do_h,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_D: tl.constexpr, D_HAS_P: tl.constexpr, HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_ENTERING: tl.constexpr, HAS_LEAVING: tl.constexpr,
+):  # fmt: skip
+    """Every derivative of one chunk of one head, from the state that enters it and the derivative of the one that
+    leaves it. Grid (H, K, B). BLOCK_P covers P; N goes in blocks of BLOCK_N.
+
+    dB, dC (B, L, H, N): each head's share; sums (B, K, H, SUMS): shares of dA, ddt_bias, then dD."""
+    h, k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    g = h // R
+    ps = tl.arange(0, BLOCK_P)
+    row = tl.arange(0, Q)
+    rows = tl.program_id(1) * Q + row
+    B_ptr += b * B_b + g * B_g
+    C_ptr += b * C_b + g * C_g
+    if HAS_ENTERING:
+        entering_ptr += b * in_b + k * in_k + h * in_h
+    if HAS_LEAVING:
+        leaving_ptr += b * out_b + k * out_k + h * out_h
+    rows_of_head = b * L * H + h                                                          # row 0 in (B, L, H)
+    A = tl.load(A_ptr + h).to(tl.float32)
+    raw = _raw_steps(dt_ptr + b * dt_b + h * dt_h, bias_ptr, rows, dt_l, h, L, HAS_BIAS)
+    step = _steps(raw, rows, L, dt_min, dt_max, SOFTPLUS, LIMITED)
+    log_decay = _log_decay(step, A, seq_ptr, rows, seq_b, b, L, HAS_SEQ)
+    c = tl.cumsum(log_decay, 0)
+    total = tl.sum(log_decay, 0)
+    from_start = tl.exp(c.to(tl.float32))                                                 # (Q)
+    to_end = tl.exp((total - c).to(tl.float32))
+
+    x = _tile(x_ptr + b * x_b + h * x_h, rows, x_l, ps, L, P)                             # (Q, BLOCK_P)
+    dout_ptr += b * do_b + h * do_h
+    dy = _tile(dout_ptr, rows, do_l, ps, L, P)
+    if HAS_Z:
+        z_ptr += b * z_b + h * z_h
+        dy = dy * silu(_tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32))
+    sums_ptr += ((b * tl.num_programs(1) + k) * H + h) * SUMS
+    if HAS_D:
+        dD = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)                              # (BLOCK_P)
+        if D_HAS_P:
+            tl.store(sums_ptr + 2 + ps, dD, mask=ps < P)
+        else:
+            tl.store(sums_ptr + 2, tl.sum(dD, 0))
+    dy = _operand(dy, DOT)
+    CB = tl.zeros((Q, Q), tl.float32)
+    across = tl.zeros((Q, BLOCK_P), tl.float32)                                           # C h
+    back = tl.zeros((Q, BLOCK_P), tl.float32)                                             # B g
+    over = 0.0                                                                            # <h, g>
+    for n in range(0, N, BLOCK_N):
+        ns = n + tl.arange(0, BLOCK_N)
+        B = _tile(B_ptr, rows, B_l, ns, L, N)
+        C = _tile(C_ptr, rows, C_l, ns, L, N)
+        CB += _dot(C, tl.trans(B), DOT)
+        if HAS_ENTERING:
+            entering = _tile(entering_ptr, ps, N, ns, P, N)                               # (BLOCK_P, BLOCK_N)
+            across += _dot(C, tl.trans(entering), DOT)
+        if HAS_LEAVING:
+            leaving = _tile(leaving_ptr, ps, N, ns, P, N)
+            back += _dot(B, tl.trans(leaving), DOT)
+        if HAS_ENTERING and HAS_LEAVING:
+            over += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
+    y = across * from_start[:, None]                                                      # so far; so is dx
+    dx = back * to_end[:, None]
+    from_entering = tl.sum(dy.to(tl.float32) * y, 1)                                      # (Q)
+    into_leaving = tl.sum(x.to(tl.float32) * dx, 1)
+    dx *= step[:, None]
+    if HAS_D:
+        D = tl.load(D_ptr + h * D_h + ps * D_p, mask=ps < P, other=0.0).to(tl.float32)
+        y += D[None, :] * x.to(tl.float32)
+        dx += D[None, :] * dy.to(tl.float32)
+
+    M = _decay_matrix(c, Q)                                                               # (Q, Q)
+    weight = M * CB * step[None, :]
+    dx += _dot(_operand(tl.trans(weight), DOT), dy, DOT)                                  # (Q, BLOCK_P)
+    _store_tile(dx_ptr + rows_of_head * P, rows, H * P, ps, L, P, dx)
+    if HAS_Z:
+        y += _dot(weight, x, DOT)
+        dout = _tile(dout_ptr, rows, do_l, ps, L, P)                 # read again: registers are short
+        z = _tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32)
+        _store_tile(dz_ptr + rows_of_head * P, rows, H * P, ps, L, P, dout * y * silu_slope(z))
+    VM = _dot(dy, tl.trans(x), DOT) * M
+    slope = VM * CB                                                                       # (Q, Q), for d step_j
+    # d log-decay of step k: pairs (i, j) with j < k <= i; rows i >= k that h reaches, rows j < k that reach g, h to g
+    before = _operand((row[:, None] < row[None, :]).to(tl.float32), DOT)                  # (j, k)
+    pairs = slope * step[None, :]
+    straddling = _dot(pairs, before, DOT)                                                 # (i, k), summed over j < k
+    if DOT == "bf16":                            # sums over the whole batch that nearly cancel need the digits cut off
+        straddling += _dot(pairs - pairs.to(tl.bfloat16).to(tl.float32), before, DOT)
+    straddling = tl.where(
+        row[:, None] >= row[None, :], straddling + from_entering[:, None], (into_leaving * step)[:, None]
+    )
+    d_log_decay = tl.sum(straddling, 0) + over * tl.exp(total.to(tl.float32))             # (Q)
+    dstep = tl.sum(slope, 0) + into_leaving + A * d_log_decay
+    dCB = _operand(VM * step[None, :], DOT)
+    for n in range(0, N, BLOCK_N):
+        ns = n + tl.arange(0, BLOCK_N)
+        dC = _dot(dCB, _tile(B_ptr, rows, B_l, ns, L, N), DOT)                            # (Q, BLOCK_N)
+        dB = _dot(tl.trans(dCB), _tile(C_ptr, rows, C_l, ns, L, N), DOT)
+        if HAS_ENTERING:
+            dC += from_start[:, None] * _dot(dy, _tile(entering_ptr, ps, N, ns, P, N), DOT)
+        if HAS_LEAVING:
+            dB += (to_end * step)[:, None] * _dot(x, _tile(leaving_ptr, ps, N, ns, P, N), DOT)
+        _store_tile(dC_ptr + rows_of_head * N, rows, H * N, ns, L, N, dC)
+        _store_tile(dB_ptr + rows_of_head * N, rows, H * N, ns, L, N, dB)
+
+    if LIMITED:
+        unlimited = raw
+        if SOFTPLUS:
+            unlimited = softplus(raw)
+        dstep = tl.where((unlimited >= dt_min) & (unlimited <= dt_max), dstep, 0.0)
+    if SOFTPLUS:
+        dstep *= tl.where(raw > 20.0, 1.0, 1.0 / (1.0 + tl.exp(-raw)))
+    dstep = tl.where(rows < L, dstep, 0.0)
+    tl.store(ddt_ptr + rows_of_head + rows.to(tl.int64) * H, dstep.to(ddt_ptr.dtype.element_ty), mask=rows < L)
+
+    tl.store(sums_ptr, tl.sum(d_log_decay * step, 0))
+    tl.store(sums_ptr + 1, tl.sum(dstep, 0))

@@ -1,0 +1,396 @@
+"""The Triton tier of state-space duality: tile sizes, launches and operators. Mathematics and kernels: ssd_kernels.py.
+
+Operators in `torch.ops.mamba_ssm_triton`, with the arguments of `mamba_chunk_scan_combined`: `ssd_scan` gives out and
+the final state, `ssd_scan_backward` all derivatives (backward keeps the inputs alone and walks over the states again),
+`ssd_packed_states` the states at the ends of packed sequences, not differentiated. Same input, same bits: no sum is
+left to the order in which programs end. Autocast leaves them alone:
+tiles are multiplied in the inputs' own precision (float32 in tf32 only if torch.backends.cuda.matmul.allow_tf32).
+
+Letters: B batch, L length, H heads, P headdim, G groups, N state size, Q rows of a chunk (tile), K chunks, S spans of
+chunks, or packed sequences.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
+from mamba_ssm.ops.tiers import reference_instead
+from mamba_ssm.ops.triton.launch import define, differentiate
+from mamba_ssm.ops.triton.ssd_kernels import (
+    _passing_kernel,
+    _scan_backward_kernel,
+    _scan_kernel,
+    _states_kernel,
+)
+
+Tensor = torch.Tensor
+
+MAX_STATE, MAX_HEADDIM = 256, 128      # what the tiles hold
+PASSING_BLOCK = 1024
+PROGRAMS_PER_SM = 4                    # spans are split until the walk has about so many programs
+MIN_CHUNKS_IN_SPAN = 4
+
+
+class Tiles(NamedTuple):
+    """Shape of one kernel's tiles, and its warps."""
+
+    rows: int                          # Q
+    p: int                             # BLOCK_P
+    n: int                             # BLOCK_N
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """How the kernels cut up one call: tiles of each kernel, and chunks in a span of forward and backward."""
+
+    dot: str                           # "bf16", "tf32" or "tf32x3"
+    scan: Tiles
+    states: Tiles                      # the states alone, ahead of the scan
+    backward_states: Tiles             # the same in backward, over chunks of `backward`
+    backward: Tiles
+
+
+@lru_cache(maxsize=256)
+def plan_for(length: int, headdim: int, state: int, chunk_size: int, dot: str) -> Plan:
+    """Tile sizes, a small table; chunk_size caps the rows of a chunk (16 at least)."""
+    full_p, full_n = _power_of_two(headdim), _power_of_two(state)
+    cap = min(_power_of_two(chunk_size + 1) // 2, _power_of_two(length))
+    narrow = dot == "bf16"
+    rows = 64 if narrow or full_n * full_p <= 64 * 64 else 32
+    if full_n * full_p > 128 * 128 and not narrow:
+        rows = 16
+    rows = max(16, min(rows, cap))
+    scan_p = min(full_p, 64 if full_n <= (128 if narrow else 64) else 32)
+    states_n = min(full_n, 128 if narrow else 64)
+    states = Tiles(rows, min(full_p, 64), states_n, 4, 2)
+    backward_n = min(full_n, 64 if narrow else 32)
+    warps = 8 if full_n * full_p >= 64 * 64 and rows >= 64 else 4
+    return Plan(
+        dot, Tiles(rows, scan_p, full_n, 4, 2), states, states, Tiles(rows, full_p, backward_n, warps, 2)
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def dot_precision(*tensors: Tensor) -> str:
+    """What tiles of these dtypes are multiplied in. float16's range holds no states and large steps, so it is wide."""
+    if all(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return "bf16"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def chunks_in_span(chunks: int, programs: int, device: torch.device) -> int:
+    """Chunks that one program walks over, where `programs` would walk over all of them each."""
+    wanted = triton.cdiv(PROGRAMS_PER_SM * _multiprocessors(device), programs)
+    return max(min(chunks, MIN_CHUNKS_IN_SPAN), triton.cdiv(chunks, wanted))
+
+
+class _Call:
+    """One call's tensors as the kernels take them: last axes dense, strides of the others, the plan, common flags."""
+
+    def __init__(self, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max):
+        self.x, self.B, self.C, self.z = _dense(x), _dense(B), _dense(C), _dense(z)
+        self.dt, self.A, self.dt_bias, self.seq_idx = dt, _dense(A), _dense(dt_bias), _dense(seq_idx)
+        self.D, self.initial = D, _dense(initial_states, 2)
+        self.limits = (dt_min, dt_max)
+        self.batch, self.length, self.heads, self.headdim = x.shape
+        self.groups, self.state = B.shape[2:]
+        self.plan = plan_for(self.length, self.headdim, self.state, chunk_size, dot_precision(x, B, C))
+        limited = dt_min > 0.0 or dt_max < float("inf") or not dt_softplus                # softplus is above 0
+        self.sizes = {"H": self.heads, "P": self.headdim, "R": self.heads // self.groups, "N": self.state}
+        self.flags = {
+            "DOT": self.plan.dot, "SOFTPLUS": dt_softplus, "LIMITED": limited, "HAS_BIAS": dt_bias is not None,
+            "HAS_SEQ": seq_idx is not None,
+        }  # fmt: skip
+
+    def state_like(self, spans: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Room for (B, S, H, P, N)."""
+        return self.x.new_empty(self.batch, spans, self.heads, self.headdim, self.state, dtype=dtype)
+
+    def states(self, tiles, rows, z, columns, span, entering, *, reverse=False, ends=None, each=None, last=None,
+               decay=None):  # fmt: skip
+        """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
+        spans = triton.cdiv(self.length, tiles.rows * span) if ends is None else ends.shape[0] - 1
+        blocks = triton.cdiv(self.headdim, tiles.p) * triton.cdiv(self.state, tiles.n)
+        _states_kernel[(self.heads * blocks, spans, self.batch)](
+            rows, z, columns, self.dt, self.A, self.dt_bias, self.seq_idx, ends, entering, each, last, decay,
+            *self.limits, self.length, span,
+            *rows.stride()[:3], *_strides(z, 3), *columns.stride()[:3], *self.dt.stride(), *_strides(self.seq_idx, 1),
+            *_state_strides(entering),
+            **self.sizes, **self.flags, Q=tiles.rows, BLOCK_P=tiles.p, BLOCK_N=tiles.n,
+            HAS_Z=z is not None, HAS_ENTERING=entering is not None, REVERSE=reverse, ENDS=ends is not None,
+            EACH=each is not None, LAST=last is not None, DECAY=decay is not None,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+    def pass_on(self, states, decay, initial, *, reverse=False, last=None):
+        """Launch `_passing_kernel` on states (B, S, H, P, N), in place; initial, last (B, H, P, N)."""
+        size = self.headdim * self.state
+        _passing_kernel[(triton.cdiv(size, PASSING_BLOCK), self.heads, self.batch)](
+            states, decay, initial, last, states.shape[1], *_strides(initial, 2), H=self.heads, SIZE=size,
+            BLOCK=PASSING_BLOCK, HAS_INITIAL=initial is not None, REVERSE=reverse, LAST=last is not None,
+        )  # fmt: skip
+
+    def walk_start(self, tiles, span, rows, z, columns, first, *, reverse=False, last=None):
+        """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
+
+        `last` (B, H, P, N), if given, gets what is left after all spans, where there is more than one."""
+        spans = triton.cdiv(self.length, tiles.rows * span)
+        if spans == 1:
+            return None if first is None else first.unsqueeze(1)
+        states = self.state_like(spans)
+        decay = self.x.new_empty(self.batch, spans, self.heads, dtype=torch.float32)
+        self.states(tiles, rows, z, columns, span, None, reverse=reverse, last=states, decay=decay)
+        self.pass_on(states, decay, first, reverse=reverse, last=last)
+        return states
+
+    def span_for(self, tiles) -> int:
+        programs = self.batch * self.heads * triton.cdiv(self.headdim, tiles.p)
+        return chunks_in_span(triton.cdiv(self.length, tiles.rows), programs, self.x.device)
+
+
+def _dense(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
+    """The tensor with its last axes contiguous."""
+    if tensor is None:
+        return None
+    expected = 1
+    for axis in range(tensor.dim() - 1, tensor.dim() - 1 - axes, -1):
+        if tensor.stride(axis) != expected and tensor.shape[axis] != 1:
+            return tensor.contiguous()
+        expected *= tensor.shape[axis]
+    return tensor
+
+
+def _strides(tensor: Tensor | None, axes: int) -> tuple[int, ...]:
+    return (0,) * axes if tensor is None else tensor.stride()[:axes]
+
+
+def _state_strides(states: Tensor | None) -> tuple[int, ...]:
+    """Of batch, span (0 if there is one) and head."""
+    if states is None:
+        return (0, 0, 0)
+    return states.stride(0), states.stride(1) if states.shape[1] > 1 else 0, states.stride(2)
+
+
+def _D_strides(D: Tensor | None) -> tuple[int, int]:
+    if D is None:
+        return (0, 0)
+    return (D.stride(0), D.stride(1) if D.dim() == 2 else 0)
+
+
+def _scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    initial_states: Tensor | None, seq_idx: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float,
+    dt_max: float, final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> out (B, L, H, P) like x, and the final state (B, H, P, N) float32, empty if it is not asked for."""
+    call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
+    tiles, plan = call.plan.scan, call.plan
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
+    span = call.span_for(tiles)
+    entering = call.walk_start(plan.states, span, call.x, None, call.B, call.initial)
+    spans = triton.cdiv(call.length, tiles.rows * span)
+    grid = (call.heads * triton.cdiv(call.headdim, tiles.p), spans, call.batch)
+    _scan_kernel[grid](
+        call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out, final,
+        dt_min, dt_max, call.length, span,
+        *call.x.stride()[:3], *call.dt.stride(), *call.B.stride()[:3], *call.C.stride()[:3], *_D_strides(D),
+        *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering),
+        **call.sizes, **call.flags, Q=tiles.rows, BLOCK_P=tiles.p, BLOCK_N=tiles.n,
+        HAS_D=D is not None, HAS_Z=z is not None, HAS_ENTERING=entering is not None,
+        MOVES=final_state or call.length > tiles.rows, FINAL=final_state,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out, final
+
+
+def _packed_states(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None, initial_states: Tensor | None,
+    seq_idx: Tensor | None, cu_seqlens: Tensor, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
+) -> Tensor:  # fmt: skip
+    """States after the last rows of packed sequences (S, H, P, N) float32, 0 for empty ones."""
+    call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
+    tiles = call.plan.states
+    span = call.span_for(tiles)
+    entering = call.walk_start(tiles, span, call.x, None, call.B, call.initial)
+    states = x.new_empty(cu_seqlens.shape[0] - 1, *call.state_like(0).shape[2:], dtype=torch.float32)
+    if states.numel():
+        call.states(tiles, call.x, None, call.B, span, entering, ends=cu_seqlens.contiguous(), last=states)
+    return states
+
+
+def _scan_backward(
+    dout: Tensor, dfinal: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, seq_idx: Tensor | None, chunk_size: int,
+    dt_softplus: bool, dt_min: float, dt_max: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Derivatives of x, dt, A, B, C, D, z, dt_bias, initial_states, empty where there is no such input."""
+    call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
+    dout, dfinal = _dense(dout), _dense(dfinal, 2)
+    entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal)
+    tiles, batch, length, heads = call.plan.backward, call.batch, call.length, call.heads
+    chunks = triton.cdiv(length, tiles.rows)
+    nothing = x.new_empty(0)
+    dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
+    dz = nothing if z is None else z.new_empty(z.shape)
+    shared = call.groups < heads
+    dB, dC = (
+        t.new_empty(batch, length, heads, call.state, dtype=torch.float32 if shared else t.dtype) for t in (B, C)
+    )
+    columns = 2 + (0 if D is None else D[0].numel())
+    sums = x.new_empty(batch * chunks, heads, columns, dtype=torch.float32)
+    _scan_backward_kernel[(heads, chunks, batch)](
+        call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, leaving, dout,
+        dx, ddt, dB, dC, dz, sums, dt_min, dt_max, length,
+        *call.x.stride()[:3], *call.dt.stride(), *call.B.stride()[:3], *call.C.stride()[:3], *_D_strides(D),
+        *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering), *_state_strides(leaving),
+        *dout.stride()[:3],
+        **call.sizes, **call.flags, SUMS=columns, Q=tiles.rows, BLOCK_P=tiles.p, BLOCK_N=tiles.n,
+        HAS_D=D is not None, D_HAS_P=columns > 3, HAS_Z=z is not None, HAS_ENTERING=entering is not None,
+        HAS_LEAVING=leaving is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if shared:
+        dB, dC = (
+            share.unflatten(2, (call.groups, -1)).sum(3, dtype=t.dtype) for share, t in ((dB, B), (dC, C))
+        )
+    sums = sums.sum(0)                                                                    # (H, 2 + width of D)
+    dA, ddt_bias = sums[:, 0].to(A.dtype, copy=True), nothing
+    if dt_bias is not None:
+        ddt_bias = sums[:, 1].to(dt_bias.dtype, copy=True)
+    dD = nothing if D is None else sums[:, 2:].to(D.dtype, copy=True).view(D.shape)
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial
+
+
+def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None):
+    """What enters each chunk of backward, the derivative of what leaves it (both (B, K, H, P, N), or (B, 1, H, P, N)
+    for one chunk, or None), and the derivative of the initial states (empty if there are none)."""
+    tiles, first = call.plan.backward_states, call.initial
+    chunks = triton.cdiv(call.length, tiles.rows)
+    dinitial = call.x.new_empty(0) if first is None else call.state_like(1)               # (B, 1, H, P, N)
+    kept = torch.bfloat16 if call.plan.dot == "bf16" else torch.float32                   # as the tensor cores take it
+    entering = leaving = None
+    span = chunks_in_span(chunks, call.batch * call.heads * triton.cdiv(call.headdim, tiles.p)
+                          * triton.cdiv(call.state, tiles.n), call.x.device)  # fmt: skip
+    if chunks == 1:
+        entering = None if first is None else first.unsqueeze(1)
+        leaving = None if dfinal is None else dfinal.unsqueeze(1)
+    else:
+        start = call.walk_start(tiles, span, call.x, None, call.B, first)
+        entering = call.state_like(chunks, kept)
+        call.states(tiles, call.x, None, call.B, span, start, each=entering)
+    one_span = span >= chunks
+    if chunks > 1 or first is not None:
+        last = None if one_span or first is None else dinitial.squeeze(1)
+        start = call.walk_start(tiles, span, dout, call.z, call.C, dfinal, reverse=True, last=last)
+        each = None if chunks == 1 else call.state_like(chunks, kept)
+        leaving = leaving if each is None else each
+        last = dinitial if one_span and first is not None else None
+        call.states(tiles, dout, call.z, call.C, span, start, reverse=True, each=each, last=last)
+    if first is not None:
+        dinitial = dinitial.squeeze(1).to(first.dtype)
+    return entering, leaving, dinitial
+
+
+def _fake_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max,
+               final_state):  # fmt: skip
+    batch, _, heads, headdim = x.shape
+    shape = (batch, heads, headdim, B.shape[3]) if final_state else (0,)
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_scan_backward(dout, dfinal, *inputs):
+    x, others, nothing = inputs[0], inputs[1:9], inputs[0].new_empty(0)
+    return tuple(nothing if t is None else t.new_empty(t.shape) for t in (x, *others))
+
+
+def _fake_packed_states(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens, *options):
+    return x.new_empty(cu_seqlens.shape[0] - 1, *x.shape[2:], B.shape[3], dtype=torch.float32)
+
+
+_INPUTS = (
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? initial_states, "
+    "Tensor? seq_idx"
+)
+_OPTIONS = "int chunk_size, bool dt_softplus, float dt_min, float dt_max"
+
+_scan_op = define(f"ssd_scan({_INPUTS}, {_OPTIONS}, bool final_state) -> (Tensor, Tensor)", _scan, _fake_scan)
+_scan_backward_op = define(
+    f"ssd_scan_backward(Tensor dout, Tensor? dfinal, {_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * 9)})",
+    _scan_backward, _fake_scan_backward,
+)  # fmt: skip
+_packed_states_op = define(
+    "ssd_packed_states(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, Tensor? initial_states, "
+    f"Tensor? seq_idx, Tensor cu_seqlens, {_OPTIONS}) -> Tensor", _packed_states, _fake_packed_states,
+)  # fmt: skip
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, chunk_size, dt_softplus, dt_min, dt_max, _ = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options = (chunk_size, dt_softplus, dt_min, dt_max)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dfinal):
+    tensors = ctx.saved_tensors
+    if dout is None and dfinal is None:
+        return (None,) * 15
+    dout = torch.zeros_like(tensors[0]) if dout is None else dout
+    if dfinal is not None and dfinal.numel() == 0:
+        dfinal = None                                                                     # it was not asked for
+    grads = _scan_backward_op(dout, dfinal, *tensors, *ctx.options)
+    grads = [None if tensor is None else grad for grad, tensor in zip(grads, tensors[:9], strict=True)]
+    return (*grads, None, None, None, None, None, None)
+
+
+differentiate("ssd_scan", _backward, _save)
+
+
+def chunk_scan_on_gpu(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, initial_states: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    dt_softplus: bool, dt_limit: tuple[float, float], return_final_states: bool, return_varlen_states: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """`mamba_chunk_scan_combined` in Triton for arguments checked there, or the reference for what it does not take."""
+    needed = (x, dt, A, B, C, D, z, dt_bias, initial_states)
+    options = (chunk_size, dt_softplus, float(dt_limit[0]), float(dt_limit[1]))
+    if (reason := _why_reference(needed, return_varlen_states)) is not None:
+        run = reference_instead("mamba_chunk_scan_combined", x.device, reason)
+        return run(
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
+            return_final_states, return_varlen_states,
+        )  # fmt: skip
+    if seq_idx is None and cu_seqlens is not None:
+        seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
+    out, final = _scan_op(*needed, seq_idx, *options, return_final_states)
+    if not return_final_states and not return_varlen_states:
+        return out
+    results = [out, final] if return_final_states else [out]
+    if return_varlen_states:
+        results.append(_packed_states_op(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens, *options))
+    return tuple(results)
+
+
+def _why_reference(needed: tuple[Tensor | None, ...], return_varlen_states: bool) -> str | None:
+    x, B = needed[0], needed[3]
+    if accumulate_dtype(*needed) == torch.float64:
+        return "the Triton kernels take no float64"
+    if B.shape[3] > MAX_STATE or x.shape[3] > MAX_HEADDIM:
+        return f"the Triton kernels take states up to N = {MAX_STATE} and heads up to P = {MAX_HEADDIM}"
+    if x.numel() == 0 or B.numel() == 0:
+        return "an input is of size 0"
+    if return_varlen_states and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
+        return "the Triton kernels do not differentiate the states of packed sequences"
+    return None
