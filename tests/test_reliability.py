@@ -1,6 +1,7 @@
 """What happens to whole runs: breaks on a GPU, divergence, environments that fail, the user's Ctrl-C."""
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from envs.toy import Catch
-from tests.test_train import ROOT, assert_same_run, metrics_of, newest_state, words
+from tests.test_train import ROOT, assert_same_run, metrics_of, newest_state, run_training, words
 from tools.run import Run
 from train import main
 
@@ -215,3 +216,22 @@ def test_failures_without_end_stop_the_run_with_the_traceback(tmp_path, flammabl
     assert "in step" in error and "emulator on fire" in error
     (folder,) = tmp_path.iterdir()
     assert newest_state(folder).step == 40
+
+
+# ----------------------------------------------------------------------------------------------------------- monitoring
+
+
+@pytest.mark.parametrize("policy", ["AC", "PPO"])
+def test_what_shows_numerical_trouble_early_is_in_the_metrics(tmp_path, policy):
+    """Gradient norms, clipping, skipping, KL, entropies and the scale of values, in every line with updates."""
+    folder = run_training(tmp_path, "--Models.Agent.Policy", policy)
+    world_model = ("grad_norm", "clipped", "skipped", "kl", "posterior_entropy", "prior_entropy")
+    agent = ("grad_norm", "clipped", "skipped", "entropy", "return", "return_scale")
+    agent += ("approximate_kl", "clip_fraction") if policy == "PPO" else ()
+    watched = [f"world_model/{name}" for name in world_model] + [f"agent/{name}" for name in agent]
+    lines = [line for line in metrics_of(folder) if "agent/policy_loss" in line]
+    assert len(lines) == 5
+    for line in lines:
+        assert all(math.isfinite(line[name]) for name in watched)
+        assert line["world_model/grad_norm"] > 0 and line["agent/grad_norm"] > 0 and line["agent/return_scale"] >= 1
+        assert 0 < line["world_model/posterior_entropy"] <= 3 * math.log(4) + 1e-6  # 3 categoricals of 4 classes

@@ -198,7 +198,23 @@ ANYTHING = st.one_of(
 @example(key="JointTrainAgent.BatchSize", value=906)
 @given(key=st.sampled_from(sorted(KEYS)), value=ANYTHING)
 def test_any_value_builds_or_is_refused_in_one_line_that_names_its_key(key, value):
-    config = load_config([], "train.py").config
+    check_one_value(load_config([], "train.py").config, key, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", KEYS)
+def test_any_of_many_values_for_each_key(defaults, key):
+    """The same, a hundred times for every key of the schema."""
+
+    @settings(max_examples=100, deadline=None, database=None)
+    @given(value=ANYTHING)
+    def try_values(value):
+        check_one_value(defaults, key, value)
+
+    try_values()
+
+
+def check_one_value(config: Config, key: str, value: object) -> None:
     try:
         changed = change(config, (key, value))
     except ConfigError as error:

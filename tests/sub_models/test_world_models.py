@@ -186,6 +186,33 @@ def test_reset_at_episode_start_cuts_the_state(backbone):
         assert torch.allclose(whole[:, 3:], alone, atol=1e-10) == reset
 
 
+def test_what_is_monitored_has_the_values_that_its_name_says():
+    """Entropy of the latents and KL in nats over all categoricals, without free bits; the norm before clipping."""
+    world_model, batch = make_world_model(unimix_ratio=0.0, free_bits=1.0), make_batch()
+    for head in (world_model.posterior_head, world_model.prior_head):
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+    metrics = world_model.update(batch)
+    uniform = K * np.log(C)
+    assert metrics["world_model/posterior_entropy"].item() == pytest.approx(uniform)
+    assert metrics["world_model/prior_entropy"].item() == pytest.approx(uniform)
+    assert metrics["world_model/kl"].item() == pytest.approx(0.0, abs=1e-12)
+    assert metrics["world_model/dynamics"].item() == 1.0
+    for head in (world_model.posterior_head, world_model.prior_head):
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+    with torch.no_grad():  # the prior: ln 2 more for the first class of each categorical
+        world_model.prior_head.bias.unflatten(0, (K, C))[:, 0] = np.log(2.0)
+    _, metrics = world_model.loss(batch)
+    expected = K * (np.log(C + 1) - np.log(C) - np.log(2.0) / C)
+    assert metrics["world_model/kl"].item() == pytest.approx(expected)
+    world_model.optimiser.max_grad_norm = 1e-3
+    metrics = world_model.update(batch)
+    clipped = torch.stack([p.grad.square().sum() for p in world_model.parameters()]).sum().sqrt().item()
+    assert metrics["world_model/grad_norm"] > 1e-3 and metrics["world_model/clipped"] == 1
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize("norm", ["batch", "layer"])
 def test_an_update_that_is_left_out_leaves_no_trace(norm):
     """Running statistics that took in a bad batch would spoil acting and imagination for good."""
