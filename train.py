@@ -29,7 +29,7 @@ from envs.collector import Collector
 from envs.common import EnvironmentOutputError, UnusableEnvironment
 from envs.parallel import VectorEnv, WorkerFailed
 from envs.spaces import describe_spaces
-from eval import build_from, evaluate
+from eval import build_from, evaluate, tables_of
 from mamba_ssm.ops.tiers import use_tier
 from replay_buffer import Batch, ReplayBuffer, ReplayFileError
 from sub_models.acting import build_actor
@@ -143,6 +143,7 @@ def train(run: Run, profile_steps: int | None = None) -> None:
             if schedule.evaluate(step):
                 evaluation = evaluate(world_model, agent, config, seed=step)
                 run.log(step, evaluation.metrics())
+                run.save_evaluation(f"training_{step:09d}", tables_of(evaluation, config, step, device))
                 if evaluation.frames is not None:
                     run.save_video(f"evaluation_{step:09d}", evaluation.frames)
             if schedule.save(step) or finished:

@@ -4,17 +4,18 @@ import csv
 import json
 from types import SimpleNamespace
 
-import imageio
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
 
 import eval as evaluation_script
 from agents import build_agent
-from eval import Episode, Evaluation, build_from, episode_quotas, evaluate, load, main
+from eval import Episode, Evaluation, build_from, episode_quotas, evaluate, imagined_frames, load, main
 from sub_models.world_models import build_world_model
 from tests.test_train import run_training
 from tools.checkpoints import read_model
+from tools.run import read_metrics
 from utils import config_from_dict, override_config
 
 
@@ -99,7 +100,7 @@ def test_summary_by_hand():
 
 
 def test_command_line_writes_table_summary_and_video(run_folder, capsys):
-    assert main(["--BasicSettings.SavePath", str(run_folder), "--BasicSettings.Device", "cpu"]) == 0
+    assert main([str(run_folder), "--BasicSettings.Device", "cpu"]) == 0
     printed = capsys.readouterr().out
     folder = run_folder / "eval" / "step_000000080"
     rows = list(csv.DictReader((folder / "episodes.csv").open()))
@@ -108,9 +109,77 @@ def test_command_line_writes_table_summary_and_video(run_folder, capsys):
     assert summary["mean"] == pytest.approx(np.mean([float(row["score"]) for row in rows]))
     assert summary["human_normalised_mean"] is None and summary["checkpoint_step"] == 80
     assert "results are in" in printed and "mean" in printed
+    assert summary["config"]["BasicSettings"]["Env_name"] == "Toy/Catch-v0" and summary["greedy"] is True
+    assert {"versions", "hardware", "commit", "environment_seed", "policy_seed"} <= summary.keys()
+    assert imageio.imread(folder / "imagined.png").ndim == 3
     first = next(row for row in rows if row["environment"] == "0")
     frames = imageio.mimread(folder / "episode.mp4", memtest=False)
     assert len(frames) == int(first["length"]) + 1
+
+
+def test_the_same_command_gives_the_same_scores(run_folder):
+    """Another seed plays other episodes."""
+    table = run_folder / "eval" / "step_000000080" / "episodes.csv"
+    found = []
+    for words in ([], [], ["--BasicSettings.Seed", "1"]):
+        assert main([str(run_folder), "--Evaluate.SaveVideo", "false", "--Evaluate.Greedy", "false", *words]) == 0
+        found.append(table.read_text())
+    assert found[0] == found[1] != found[2]
+
+
+def test_imagined_frames_follow_real_ones(run_folder):
+    saved = read_model(run_folder)
+    config = config_from_dict(saved.config)
+    world_model, agent = build_from(saved, config, torch.device("cpu"))
+    evaluation = evaluate(world_model, agent, config, seed=1)
+    assert len(evaluation.actions) == len(evaluation.frames) - 1
+    context, imagined = imagined_frames(world_model, agent, config, evaluation, seed=1)
+    assert context.shape == (4, 3, 16, 16, 3) and imagined.shape == (4, 5, 16, 16, 3)
+    assert context.dtype == imagined.dtype == np.uint8
+    assert np.array_equal(context[0], evaluation.frames[:3]) and np.array_equal(context[-1], evaluation.frames[-4:-1])
+    again = imagined_frames(world_model, agent, config, evaluation, seed=1)
+    assert np.array_equal(again[1], imagined)
+    short = Evaluation(evaluation.episodes, evaluation.frames[:2], evaluation.actions[:1])
+    assert imagined_frames(world_model, agent, config, short, seed=1) is None
+
+
+def test_evaluations_during_training_leave_tables(tmp_path):
+    words = ("--Evaluate.DuringTraining", "true", "--Evaluate.EverySteps", 20, "--JointTrainAgent.SampleMaxSteps", 40)
+    folder = run_training(tmp_path, *words)
+    found = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("eval/*/summary.json")}
+    assert sorted(found) == ["training_000000020", "training_000000040"]
+    means = read_metrics(folder)["evaluation/return_mean"][1]
+    assert [found[name]["mean"] for name in sorted(found)] == means.tolist()
+    assert json.loads((folder / "origin.json").read_text()).keys() == {"command", "versions", "hardware", "commit"}
+
+
+def test_an_exported_model_plays_as_the_run_does(run_folder, tmp_path, capsys):
+    exported = tmp_path / "folder" / "small.pt"
+    assert main([str(run_folder), "--export", str(exported)]) == 0
+    assert f"{exported}: 0.0" in capsys.readouterr().out
+    assert main([str(exported), "--Evaluate.SaveVideo", "false"]) == 0
+    summary = json.loads((exported.parent / "eval" / "summary.json").read_text())
+    assert summary["checkpoint_step"] == 80 and summary["episodes"] == 3
+
+
+def test_a_run_is_stored_with_its_weights(run_folder, tmp_path):
+    assert main([str(run_folder), "--store", str(tmp_path / "stored")]) == 0
+    assert "| weights | `model.pt`" in (tmp_path / "stored" / "CARD.md").read_text()
+    _, agent = load(tmp_path / "stored", device="cpu")
+    assert int(agent.act(np.zeros((16, 16, 3), np.uint8))[0]) in range(3)
+
+
+def test_a_report_from_the_command_line(run_folder, tmp_path, capsys):
+    assert main(["--report", str(run_folder), "--out", str(tmp_path)]) == 0
+    assert "1 run(s)" in capsys.readouterr().out and (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_the_help_names_all_uses(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    for word in ("--report PATH", "--export FILE", "--store FOLDER", "--Evaluate.EpisodeNum"):
+        assert word in printed
 
 
 def test_five_lines_play_an_episode(run_folder):
@@ -135,6 +204,8 @@ def test_continuous_runs_evaluate(tmp_path):
         ([], 2, "BasicSettings.SavePath"),
         (["--BasicSettings.SavePath", "no/such/run"], 2, "no/such/run"),
         (["--Evaluate.EpisodeNum", "0"], 2, "Evaluate.EpisodeNum"),
+        (["some/run", "--export"], 2, "--export: needs a value"),
+        (["--report", "no/such/run"], 1, "no/such/run"),
     ],
 )
 def test_faults_are_one_line(arguments, code, text, capsys):

@@ -1,8 +1,11 @@
 """Where a figure comes from: the versions, the machine and the commit that made it, as plain values for a JSON file."""
 
+import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -11,11 +14,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "gymnasium", "ale-py")  # what decides numbers, where it is installed
 GIT_SECONDS = 10
+ORIGIN = "origin.json"  # in a run's folder
 
 
 def provenance(device: torch.device | None = None) -> dict[str, dict[str, str | int] | str | None]:
     """`versions`, `hardware` and `commit`; device None: the machine's first GPU, if there is one."""
     return {"versions": versions(), "hardware": hardware(device), "commit": commit()}
+
+
+def origin() -> bytes:
+    """The content of a run's origin.json: the command of this process and its provenance."""
+    command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    return json.dumps({"command": command, **provenance()}, indent=1).encode()
 
 
 def versions() -> dict[str, str]:

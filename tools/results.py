@@ -22,6 +22,7 @@ import numpy as np
 from envs.my_atari import game_of, human_normalised_score, reference_scores
 from tools.checkpoints import CheckpointError, read_json, read_model, write_atomic
 from tools.export import export_model
+from tools.provenance import ORIGIN
 from tools.run import EPISODE_RETURN, REPORTED_EPISODES, bootstrap_interval, read_metrics
 from utils import RUN_CONFIG_NAME, Config, flatten_config, load_config
 
@@ -29,7 +30,6 @@ logger = logging.getLogger("drama.results")
 
 MODEL_BYTES = 16_000_000  # a larger model is not stored beside its figures
 LABEL_KEYS = 3  # settings that differ in more keys are numbered
-ORIGIN = "origin.json"
 CARD = "CARD.md"
 # Keys in which runs may differ and still be the same setting: where and how fast they ran, what they showed.
 SAME_SETTING = (

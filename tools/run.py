@@ -1,6 +1,7 @@
 """A run and its folder: metrics, progress, checkpoints, pictures.
 
     RUN/config.yaml     the resolved configuration
+    RUN/origin.json     the command that began the run, versions, hardware and commit
     RUN/metrics.jsonl   the truth about the run: one JSON object a line, {"step": 1200, "world_model/loss": 3.1, ...};
                         numbers that are not finite are written as Python's json does (NaN, Infinity, -Infinity);
                         names that start with `time/` are wall-clock figures, all others repeat when a run is repeated
@@ -50,6 +51,7 @@ from tools.checkpoints import (
     write_atomic,
 )
 from tools.pictures import save_mp4, save_png
+from tools.provenance import ORIGIN, origin
 from utils import RUN_CONFIG_NAME, config_from_file, config_to_dict, config_to_yaml
 
 logger = logging.getLogger("drama.tools")
@@ -408,6 +410,7 @@ def open_run(config: Any, resume: str | Path | None = None) -> "Run":
             return Run(Path(resume), config, resumed=True)
         folder = _new_folder(config)
         write_atomic(folder / RUN_CONFIG_NAME, config_to_yaml(config).encode())
+        write_atomic(folder / ORIGIN, origin())
         return Run(folder, config, resumed=False)
     except OSError as error:
         raise RunError(f"{place}: no run can be stored there ({error_reason(error)})") from None
@@ -735,6 +738,13 @@ class Run:
         """videos/NAME.mp4 from (T, H, W, C) uint8; a full disk costs a warning."""
         with self._warning_if_full(f"video {name}"):
             save_mp4(self.folder / "videos" / f"{name}.mp4", frames, fps)
+
+    def save_evaluation(self, name: str, files: Mapping[str, bytes]) -> None:
+        """eval/NAME/ with `files`, {file name: content}; a full disk costs a warning."""
+        with self._warning_if_full(f"evaluation {name}"):
+            (self.folder / "eval" / name).mkdir(exist_ok=True)
+            for file, data in files.items():
+                write_atomic(self.folder / "eval" / name / file, data)
 
     @contextlib.contextmanager
     def _warning_if_full(self, what: str):

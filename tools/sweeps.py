@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 
 from envs.my_atari import ATARI_100K_GAMES
 from tools.checkpoints import CheckpointFolder, read_json, write_atomic
-from tools.provenance import provenance
-from tools.results import ORIGIN
 from tools.run import EPISODE_RETURN, RECENT_EPISODES, episode_table
 from utils import RUN_CONFIG_NAME, Config, config_from_file, config_to_yaml, flatten_config, load_config
 
@@ -232,9 +230,6 @@ def attempt(folder: str, name: str, environment: Mapping[str, str], stop: thread
     else:
         code = 0
     after = run_folder(out, name)
-    if after is not None and not (after / ORIGIN).exists():
-        origin = {"command": f"python sweep.py, configs/{name}.yaml", **provenance()}
-        write_atomic(after / ORIGIN, json.dumps(origin, indent=1).encode())
     if code == 0 and after is not None and is_trained(after) and not is_evaluated(after):
         code = call("eval.py", str(after))
     finished = after is not None and is_evaluated(after)
