@@ -210,6 +210,46 @@ def test_episodes_of_length_one(register, config):
             assert (result.episode_return == 2.0).all()
 
 
+def slow_if_installed(name, package):
+    absent = pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.param(name, marks=[pytest.mark.slow, absent])
+
+
+FAMILIES = [
+    "ALE/Pong-v5",
+    "Toy/Recall-v0",
+    "Toy/Reach-v0",
+    "examples.dodge:Dodge-v0",
+    slow_if_installed("CartPole-v1", "pygame"),
+    slow_if_installed("dmc/walker-walk", "dm_control"),
+    slow_if_installed("memory_maze:MemoryMaze-9x9-v0", "memory_maze"),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_seed_same_trajectory_for_any_number_of_workers(name, config):
+    """Environment i plays the same episodes alone, beside others, in this process and in one of its own."""
+
+    def play(num_envs, asynchronous):
+        rng = np.random.default_rng(0)
+        with make_vec_env(name, config, num_envs, 11, asynchronous) as envs:
+            trajectory = [envs.reset()]
+            for _ in range(24):
+                if hasattr(envs.action_space, "n"):
+                    actions = rng.integers(envs.action_space.n, size=3)
+                else:
+                    actions = rng.uniform(-1, 1, (3, *envs.action_space.shape)).astype(np.float32)
+                result = envs.step(actions[:num_envs])
+                trajectory += [result.obs, result.reward, result.terminated, result.truncated]
+        return trajectory
+
+    expected = play(2, False)
+    for num_envs in (1, 3):
+        common = min(num_envs, 2)
+        for one, other in zip(expected, play(num_envs, True), strict=True):
+            assert np.array_equal(one[:common], other[:common])
+
+
 def test_workers_know_what_the_script_registered(register, config):
     """Registered in this process only; the workers start from a clean one."""
     with make_vec_env(register(lambda: Frames()), config, 2, 0) as envs:
