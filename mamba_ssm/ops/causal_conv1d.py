@@ -22,9 +22,9 @@ Tensor = torch.Tensor
 
 ACTIVATIONS = (None, "silu", "swish")
 
-PACKAGE = "causal_conv1d"                                  # its CUDA kernels are one pass over x where ours are several
+PACKAGE = "causal_conv1d"                                  # its CUDA kernels run where Triton can't
 
-register_operator("causal_conv1d", cuda=("cuda",) if importlib.util.find_spec(PACKAGE) else ())
+register_operator("causal_conv1d", cuda=("triton", "cuda") if importlib.util.find_spec(PACKAGE) else ("triton",))
 register_operator("causal_conv1d_update", cuda=("triton",))
 
 
@@ -91,7 +91,8 @@ def causal_conv1d_window(
     batch, channels, seqlen = x.shape
     before = x.new_zeros(batch, channels, length) if initial_states is None else initial_states.to(x.dtype)
     before = F.pad(before, (length - before.shape[2], 0))                                 # cuts or pads on the left
-    window = torch.cat([before, x], dim=2)[:, :, seqlen:]                                 # (B, D, length)
+    kept = min(length, seqlen)
+    window = torch.cat([before[:, :, kept:], x[:, :, seqlen - kept :]], dim=2)            # (B, D, length)
     if seq_idx is None or seqlen == 0:
         return window
     pieces = F.pad(sequence_pieces(seq_idx), (length, 0))[:, seqlen:]                     # rows before: piece 0
@@ -154,6 +155,7 @@ def _conv_package(x, weight, bias, seq_idx, initial_states, return_final_states,
 
 
 register("causal_conv1d", "reference", _conv_reference)
+register_triton("causal_conv1d", "causal_conv1d_kernels", "causal_conv1d")
 if importlib.util.find_spec(PACKAGE):
     register("causal_conv1d", "cuda", _conv_package)
 register("causal_conv1d_update", "reference", _update_reference)

@@ -1,20 +1,278 @@
 """Kernels of `mamba_ssm.ops.causal_conv1d`; the mathematics stands there.
 
-Letters: B batch, L length, D channels, W width, S length of the rolling window (S >= W-1).
+    p_t = bias + Σ_i w_{W-1-i} x_{t-i} [same piece],   out = act(p),   i = 0..W-1
+    dp = dout act'(p),   dx_s = Σ_i w_{W-1-i} dp_{s+i} [same piece],   dw_{W-1-i} = Σ_t dp_t x_{t-i} [same piece]
+
+Backward computes p again. Each of its programs sums dw over its own rows, then those sums are summed in a fixed order.
+
+Letters: B batch, L length, D channels, W width, S length of the rolling window (S >= W-1). Tiles are (D, L).
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_window
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
-from mamba_ssm.ops.triton.jit_math import silu
-from mamba_ssm.ops.triton.launch import define
+from mamba_ssm.ops.triton.jit_math import silu, silu_slope
+from mamba_ssm.ops.triton.launch import define, differentiate
 
 Tensor = torch.Tensor
 
+MAX_WIDTH = 4                                                        # backward unrolls its square
 UPDATE_BLOCK = 256                                                   # channels of one program
+CHANNELS_FIRST, CHANNELS_LAST = (16, 64), (64, 16)                   # tiles, longer where memory is dense
+PROGRAMS = 2048                                                      # of the backward pass, about: sums of dw to add up
+
+
+@triton.jit
+def _joined(seq_ptr, row, length, stride, HAS_SEQ: tl.constexpr):
+    """Whether rows (L) are of one piece with the row before; what enters is of the first row's piece."""
+    joined = row < length
+    if HAS_SEQ:
+        inner = (row > 0) & (row < length)
+        here = tl.load(seq_ptr + row * stride, mask=inner, other=0)
+        before = tl.load(seq_ptr + (row - 1) * stride, mask=inner, other=0)
+        joined = joined & (here == before)
+    return joined
+
+
+@triton.jit
+def _inputs(
+    x_ptr, initial_ptr, d, row, live, visible, length, stride_xd, stride_xl, stride_id, stride_il,
+    W: tl.constexpr, HAS_INITIAL: tl.constexpr,
+):  # fmt: skip
+    """x at rows (L) from -(W-1) on, where visible (L): (D, L)."""
+    seen = live[:, None] & (visible & (row >= 0) & (row < length))[None, :]
+    x = tl.load(x_ptr + d[:, None] * stride_xd + row[None, :] * stride_xl, mask=seen, other=0.0).to(tl.float32)
+    if HAS_INITIAL:
+        entering = live[:, None] & (visible & (row < 0) & (row > -W))[None, :]
+        cell = initial_ptr + d[:, None] * stride_id + (row + W - 1)[None, :] * stride_il
+        x += tl.load(cell, mask=entering, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _preactivation(
+    x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, d, row, live, length,
+    stride_xd, stride_xl, stride_wd, stride_ww, stride_sl, stride_id, stride_il,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr,
+):  # fmt: skip
+    """p at rows (L): (D, L)."""
+    visible = (row >= 0) & (row < length)
+    p = tl.zeros((d.shape[0], row.shape[0]), tl.float32)
+    if HAS_BIAS:
+        p += tl.load(bias_ptr + d, mask=live, other=0.0).to(tl.float32)[:, None]
+    for i in tl.static_range(W):
+        if i > 0:
+            visible = visible & _joined(seq_ptr, row - i + 1, length, stride_sl, HAS_SEQ)
+        weight = tl.load(weight_ptr + d * stride_wd + (W - 1 - i) * stride_ww, mask=live, other=0.0).to(tl.float32)
+        p += weight[:, None] * _inputs(
+            x_ptr, initial_ptr, d, row - i, live, visible, length, stride_xd, stride_xl, stride_id, stride_il, W,
+            HAS_INITIAL,
+        )  # fmt: skip
+    return p
+
+
+@triton.jit(do_not_specialize=["length"])
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, out_ptr,
+    channels, length, stride_xb, stride_xd, stride_xl, stride_ob, stride_od, stride_ol, stride_wd, stride_ww,
+    stride_sb, stride_sl, stride_ib, stride_id, stride_il,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(length, BLOCK_L)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    row = ((tl.program_id(0) % blocks) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = d < channels
+    out = _preactivation(
+        x_ptr + b * stride_xb, weight_ptr, bias_ptr, seq_ptr + b * stride_sb, initial_ptr + b * stride_ib, d, row, live,
+        length, stride_xd, stride_xl, stride_wd, stride_ww, stride_sl, stride_id, stride_il, W, HAS_BIAS, HAS_SEQ,
+        HAS_INITIAL,
+    )  # fmt: skip
+    if SILU:
+        out = silu(out)
+    cell = out_ptr + b * stride_ob + d[:, None] * stride_od + row[None, :] * stride_ol
+    tl.store(cell, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (row < length)[None, :])
+
+
+@triton.jit(do_not_specialize=["length"])
+def _backward_kernel(
+    dout_ptr, x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, dx_ptr, dinitial_ptr, dweight_ptr,
+    channels, length, programs_of_row, stride_gb, stride_gd, stride_gl, stride_xb, stride_xd, stride_xl,
+    stride_ob, stride_od, stride_ol, stride_wd, stride_ww, stride_sb, stride_sl, stride_ib, stride_id, stride_il,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    b = (tl.program_id(0) // programs_of_row).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = d < channels
+    k = tl.arange(0, BLOCK_W)
+    dout_ptr += b * stride_gb
+    x_ptr += b * stride_xb
+    seq_ptr += b * stride_sb
+    initial_ptr += b * stride_ib
+    sums = tl.zeros((BLOCK_D, BLOCK_W), tl.float32)                                        # dw, and the bias's at W
+    for block in range(BLOCKS):
+        first = ((tl.program_id(0) % programs_of_row) * BLOCKS + block) * BLOCK_L
+        row = (first + tl.arange(0, BLOCK_L)).to(tl.int64)
+        if HAS_INITIAL:
+            row -= W - 1
+        dx = tl.zeros((BLOCK_D, BLOCK_L), tl.float32)
+        visible = row < length
+        for i in tl.static_range(W):
+            later = row + i
+            if i > 0:
+                visible = visible & _joined(seq_ptr, later, length, stride_sl, HAS_SEQ)
+            known = live[:, None] & ((later >= 0) & (later < length))[None, :]
+            cell = dout_ptr + d[:, None] * stride_gd + later[None, :] * stride_gl
+            dp = tl.load(cell, mask=known, other=0.0).to(tl.float32)
+            if SILU:
+                dp *= silu_slope(_preactivation(
+                    x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, d, later, live, length, stride_xd, stride_xl,
+                    stride_wd, stride_ww, stride_sl, stride_id, stride_il, W, HAS_BIAS, HAS_SEQ, HAS_INITIAL,
+                ))  # fmt: skip
+            weight = tl.load(weight_ptr + d * stride_wd + (W - 1 - i) * stride_ww, mask=live, other=0.0)
+            dx += tl.where(visible[None, :], weight.to(tl.float32)[:, None] * dp, 0.0)
+            if i == 0:
+                seen = (row >= 0) & (row < length)
+                for j in tl.static_range(W):
+                    if j > 0:
+                        seen = seen & _joined(seq_ptr, row - j + 1, length, stride_sl, HAS_SEQ)
+                    x = _inputs(
+                        x_ptr, initial_ptr, d, row - j, live, seen, length, stride_xd, stride_xl, stride_id, stride_il,
+                        W, HAS_INITIAL,
+                    )  # fmt: skip
+                    sums += tl.where((k == W - 1 - j)[None, :], tl.sum(dp * x, axis=1)[:, None], 0.0)
+                if HAS_BIAS:
+                    sums += tl.where((k == W)[None, :], tl.sum(dp, axis=1)[:, None], 0.0)
+        cell = dx_ptr + b * stride_ob + d[:, None] * stride_od + row[None, :] * stride_ol
+        tl.store(cell, dx.to(dx_ptr.dtype.element_ty), mask=live[:, None] & ((row >= 0) & (row < length))[None, :])
+        if HAS_INITIAL:
+            cell = dinitial_ptr + (b * channels + d)[:, None] * (W - 1) + (row + W - 1)[None, :]
+            tl.store(cell, dx.to(dinitial_ptr.dtype.element_ty), mask=live[:, None] & (row < 0)[None, :])
+    cell = dweight_ptr + (tl.program_id(0).to(tl.int64) * channels + d)[:, None] * (W + 1) + k[None, :]
+    tl.store(cell, sums, mask=live[:, None] & (k <= W)[None, :])
+
+
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()
+
+
+def _tile(x: Tensor) -> tuple[int, int]:
+    """BLOCK_D and BLOCK_L."""
+    most_d, most_l = CHANNELS_LAST if x.stride(1) == 1 else CHANNELS_FIRST
+    return min(most_d, triton.next_power_of_2(x.shape[1])), min(most_l, triton.next_power_of_2(x.shape[2]))
+
+
+def _launch_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None, silu: bool
+) -> Tensor:
+    out = torch.empty_like(x)
+    if out.numel() == 0:
+        return out
+    batch, channels, length = x.shape
+    block_d, block_l = _tile(x)
+    _forward_kernel[(batch * triton.cdiv(length, block_l), triton.cdiv(channels, block_d))](
+        x, weight, None if bias is None else bias.contiguous(), x if seq_idx is None else seq_idx,
+        x if initial_states is None else initial_states, out,
+        channels, length, *x.stride(), *out.stride(), *weight.stride(), *_strides(seq_idx, 2),
+        *_strides(initial_states, 3),
+        W=weight.shape[1], HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None,
+        HAS_INITIAL=initial_states is not None, SILU=silu, BLOCK_D=block_d, BLOCK_L=block_l, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _launch_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None,
+    initial_states: Tensor | None, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dweight, dbias, dinitial = _fake_backward(dout, x, weight, bias, seq_idx, initial_states, silu)
+    if x.numel() == 0:
+        return dx, dweight.zero_(), dbias.zero_(), dinitial.zero_()
+    batch, channels, length = x.shape
+    width = weight.shape[1]
+    block_d, block_l = _tile(x)
+    blocks = triton.cdiv(length + (0 if initial_states is None else width - 1), block_l)
+    grid_d = triton.cdiv(channels, block_d)
+    of_program = min(triton.next_power_of_2(blocks), triton.next_power_of_2(-(-batch * blocks * grid_d // PROGRAMS)))
+    of_row = triton.cdiv(blocks, of_program)
+    sums = torch.empty((batch * of_row, channels, width + 1), dtype=torch.float32, device=x.device)
+    _backward_kernel[(batch * of_row, grid_d)](
+        dout, x, weight, None if bias is None else bias.contiguous(), x if seq_idx is None else seq_idx,
+        x if initial_states is None else initial_states, dx, dinitial, sums,
+        channels, length, of_row, *dout.stride(), *x.stride(), *dx.stride(), *weight.stride(), *_strides(seq_idx, 2),
+        *_strides(initial_states, 3),
+        W=width, HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None, HAS_INITIAL=initial_states is not None,
+        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, BLOCK_W=triton.next_power_of_2(width + 1),
+        num_warps=4,
+    )  # fmt: skip
+    totals = sums.sum(dim=0)                                                               # (D, W+1)
+    dweight.copy_(totals[:, :width])
+    if bias is not None:
+        dbias.copy_(totals[:, width])
+    return dx, dweight, dbias, dinitial
+
+
+def _fake_backward(dout, x, weight, bias, seq_idx, initial_states, silu):
+    def like(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return torch.empty((0,), dtype=x.dtype, device=x.device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
+
+    return torch.empty_like(x), like(weight), like(bias), like(initial_states)
+
+
+run_conv = define(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states, bool silu)"
+    " -> Tensor",
+    _launch_forward,
+    lambda x, *others: torch.empty_like(x),
+)
+_run_backward = define(
+    "causal_conv1d_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx,"
+    " Tensor? initial_states, bool silu) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _fake_backward,
+)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dout):
+    x, weight, bias, seq_idx, initial_states = ctx.saved_tensors
+    dx, dweight, dbias, dinitial = _run_backward(dout, x, weight, bias, seq_idx, initial_states, ctx.silu)
+    return dx, dweight, None if bias is None else dbias, None, None if initial_states is None else dinitial, None
+
+
+differentiate("causal_conv1d", _backward, _setup_context)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
+    return_final_states: bool, activation: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`mamba_ssm.ops.causal_conv1d.causal_conv1d_fn` on the triton tier."""
+    reason = None
+    if accumulate_dtype(x, weight, bias, initial_states) == torch.float64:
+        reason = "the kernels take no float64"
+    elif not 1 <= weight.shape[1] <= MAX_WIDTH:
+        reason = f"the kernels take widths up to {MAX_WIDTH}"
+    if reason is not None:
+        run = reference_instead("causal_conv1d", x.device, reason)
+        return run(x, weight, bias, seq_idx, initial_states, return_final_states, activation)
+    entering = initial_states if weight.shape[1] > 1 else None
+    out = run_conv(x, weight, bias, seq_idx, entering, activation is not None)
+    if not return_final_states:
+        return out
+    return out, causal_conv1d_window(x, weight.shape[1] - 1, seq_idx, initial_states)
 
 
 @triton.jit

@@ -141,8 +141,8 @@ def _check_mamba2(zxbcdt, conv_state, ssm_state, conv_weight, conv_bias, dt_bias
     batch, heads, headdim, size = ssm_state.shape
     d_ssm = heads * headdim
     channels = zxbcdt.shape[1] - d_ssm - heads
-    groups, rest = divmod(channels - d_ssm, 2 * size)
-    if groups < 1 or rest or heads % groups:
+    groups = (channels - d_ssm) // (2 * size)
+    if groups < 1 or channels != d_ssm + 2 * groups * size or heads % groups:
         raise ValueError(
             f"{name}: zxbcdt has {zxbcdt.shape[1]} columns, expected 2 d_ssm + 2GN + H with d_ssm = {d_ssm}, "
             f"N = {size}, H = {heads} and G a divisor of H"
