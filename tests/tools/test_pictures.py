@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.pictures import open_loop_picture, reconstruction_picture, save_mp4, save_png, tile
+from tools.pictures import imagined_picture, open_loop_picture, reconstruction_picture, save_mp4, save_png, tile
 
 MARK = np.array([255, 140, 0])
 
@@ -119,3 +119,17 @@ def test_grey_frames_are_compared_like_colour_ones_of_the_same_values():
     made = grey // 2
     expected = reconstruction_picture(grey.repeat(3, axis=-1), made.repeat(3, axis=-1))
     np.testing.assert_array_equal(reconstruction_picture(grey, made), expected)
+
+
+@pytest.mark.parametrize(("context_length", "shown"), [(2, 2), (9, 4)])
+def test_imagination_follows_the_context_behind_a_line(context_length, shown):
+    """Of a long context the end is shown: the frame before the line must be the one that imagination starts from."""
+    context, imagined = random_frames(2, context_length, 96, 96, 3), random_frames(2, 5, 96, 96, 3, seed=1)
+    image = imagined_picture(context, imagined)
+    rows = [image[16 + row * 98 : 16 + row * 98 + 96] for row in range(2)]
+    for row in range(2):
+        line = shown * 98
+        np.testing.assert_array_equal(rows[row][:, line - 98 : line - 3], context[row, -1][:, :95])
+        np.testing.assert_array_equal(rows[row][:, line + 1 : line + 96], imagined[row, 0][:, 1:])
+        assert (rows[row][:, line - 3 : line + 1] == MARK).all()
+    assert image.shape[1] == (shown + 5) * 98
