@@ -1,12 +1,12 @@
 """The whole loop: every combination runs, resumes bit for bit, and does what its schedule says."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -264,6 +264,68 @@ def test_atari_goes_through_every_phase(tmp_path):
     state = newest_state(folder)
     assert state.step == 64 and state.train["world_model_optimiser"]["updates"] == len(range(24, 65, 4))
     assert all(np.isfinite(list(line.values())).all() for line in metrics_of(folder))
+
+
+ONE_STEP = """
+import gymnasium, numpy as np
+
+class OneStep(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 255, (16, 16, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, terminated, fault_at=None):
+        self.terminated, self.fault_at, self.steps = terminated, fault_at, 0
+
+    def frame(self):
+        return self.np_random.integers(256, size=(16, 16, 3), dtype=np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.frame(), {}
+
+    def step(self, action):
+        self.steps += 1
+        reward = float("nan") if self.steps == self.fault_at else 1.0
+        return self.frame(), reward, self.terminated, not self.terminated, {}
+
+gymnasium.register("Mine/Terminated-v0", OneStep, kwargs={"terminated": True})
+gymnasium.register("Mine/Truncated-v0", OneStep, kwargs={"terminated": False})
+gymnasium.register("Mine/Nan-v0", OneStep, kwargs={"terminated": True, "fault_at": 17})
+"""
+
+
+@pytest.fixture
+def one_step_module(tmp_path, monkeypatch):
+    (tmp_path / "drama_one_step.py").write_text(ONE_STEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "drama_one_step"
+    for name in [name for name in gymnasium.registry if name.startswith("Mine/")]:
+        del gymnasium.registry[name]
+    sys.modules.pop("drama_one_step", None)
+
+
+@pytest.mark.parametrize(("ending", "context_length"), [("Terminated", 4), ("Truncated", 0)])
+def test_episodes_of_one_step_go_through_every_phase(tmp_path, one_step_module, ending, context_length):
+    """Nothing to predict, no context but its own row; only what ended by itself is stored as a termination."""
+    options = ("--JointTrainAgent.RealityContextLength", context_length, "--JointTrainAgent.NumEnvs", 1)
+    folder = run_training(tmp_path, "--BasicSettings.Env_name", f"{one_step_module}:Mine/{ending}-v0", *options)
+    lines = metrics_of(folder)
+    assert all(np.isfinite(list(line.values())).all() for line in lines)
+    assert [line["episode/length"] for line in lines if "episode/length" in line] == [1] * 80
+    config = load_config(words(tmp_path), "train.py").config
+    with make_env_vector(config, 0) as env:
+        replay = build(config, env, torch.device("cpu"))[2]
+    replay.load(folder / "replay", newest_state(folder).replay)
+    rows = replay.recent_sequences(1, 80)
+    assert rows.is_first.all()
+    assert (rows.termination == float(ending == "Terminated")).all()
+
+
+def test_a_users_fault_ends_the_run_in_one_line_that_names_the_step(tmp_path, one_step_module, capsys):
+    assert main(words(tmp_path, "--BasicSettings.Env_name", f"{one_step_module}:Mine/Nan-v0")) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: environment 0 of 1 ")
+    assert "Mine/Nan-v0, step 17 (step 1 of its episode): reward is nan, expected a finite number" in error
 
 
 @pytest.mark.parametrize(
