@@ -31,6 +31,18 @@ logger = logging.getLogger("drama.results")
 MODEL_BYTES = 16_000_000  # a larger model is not stored beside its figures
 LABEL_KEYS = 3  # settings that differ in more keys are numbered
 CARD = "CARD.md"
+EVALUATION_FACTS = ("mean", "episodes", "mean_interval_95", "greedy")
+FACTS = {  # what is read of summary.json and origin.json, with its types
+    "mean": (int | float, "number"),
+    "episodes": (int, "integer"),
+    "mean_interval_95": (list, "list"),
+    "greedy": (bool, "true or false"),
+    "hardware": (dict, "object"),
+    "versions": (dict, "object"),
+    "commit": (str | None, "text"),
+    "command": (str, "text"),
+    "note": (str, "text"),
+}
 # Keys in which runs may differ and still be the same setting: where and how fast they ran, what they showed.
 SAME_SETTING = (
     "BasicSettings.Env_name", "BasicSettings.Seed", "BasicSettings.RunDir", "BasicSettings.SavePath",
@@ -139,9 +151,24 @@ def _is_result(folder: Path) -> bool:
 def read_result(folder: Path) -> Result:
     """A run's folder, or a stored one."""
     found = sorted((folder / "eval").glob("step_*/summary.json"))
-    origin = read_json(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
+    origin = _read_facts(folder / ORIGIN) if (folder / ORIGIN).is_file() else {}
+    evaluation = _read_facts(found[-1], EVALUATION_FACTS) if found else None
     config = load_config(["--config", str(folder / RUN_CONFIG_NAME)], "eval.py").config  # over the defaults: may be old
-    return Result(folder, config, read_metrics(folder), read_json(found[-1]) if found else None, origin)
+    return Result(folder, config, read_metrics(folder), evaluation, origin)
+
+
+def _read_facts(path: Path, required: Sequence[str] = ()) -> dict[str, Any]:
+    """summary.json or origin.json; ResultError where what is used of it is missing or something else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ResultError(f"{path}: not a result, its content is no object")
+    for name, (kind, expected) in FACTS.items():
+        if (name in content or name in required) and not isinstance(content.get(name), kind):
+            raise ResultError(f"{path}: not a result, {name} is no {expected}")
+    interval = content.get("mean_interval_95", [0.0, 0.0])
+    if len(interval) != 2 or not all(isinstance(bound, int | float) for bound in interval):
+        raise ResultError(f"{path}: not a result, mean_interval_95 is no pair of numbers")
+    return content
 
 
 def label_settings(results: Sequence[Result]) -> list[Result]:

@@ -61,6 +61,7 @@ EVALUATION_RETURN = "evaluation/return_mean"
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
+LARGEST = 2**63  # integers beyond it are not ours
 UNWRITTEN_LINES = 10_000  # metric lines kept in memory while the disk is full
 WANDB_SECONDS = 30  # how long the run waits at its start for Weights & Biases to answer
 SUBFOLDERS = ("tb", "ckpt", "replay", "pictures", "videos", "eval")
@@ -221,7 +222,7 @@ def _step_of(line: bytes) -> int | None:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return step if isinstance(step, int) else None
+    return step if isinstance(step, int) and abs(step) < LARGEST else None
 
 
 def read_metrics(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -236,7 +237,7 @@ def read_metrics(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             record = json.loads(line)
             step = record.pop("step")
             for name, value in record.items():
-                if isinstance(value, (int, float)):
+                if isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST):
                     steps, values = columns.setdefault(name, ([], []))
                     steps.append(step)
                     values.append(value)
