@@ -16,7 +16,6 @@ is that of the optimiser it steps for, in its own format. All tensors are float3
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 4096  # elements that one program works on
+# Elements that one program works on. A step of 7.2 M parameters takes 0.077 ms in a CUDA graph on an H200, 0.082 ms
+# with 1024, 0.094 ms with 4096.
+CHUNK = 2048
 SUMS = 1024  # chunks that launch 2 adds up at once
 # Updates that CUDA graphs may hold in all: one each for the world model and the agent, three or more for PPO.
 CAPTURED_UPDATES = 256
@@ -237,7 +238,7 @@ class _Table(NamedTuple):
     rows: Tensor  # (R, fields) int64
     num_chunks: int  # C
     aligned: bool
-    held: list[Tensor]  # gradients and learning rates, which may be copies: must live until the launches
+    held: list[Tensor | None]  # gradients and learning rates, which may be copies: must live until the launches
 
     @property
     def block(self) -> int:
@@ -306,38 +307,39 @@ class FusedStep:
 
     def _table(self) -> _Table:
         rows, held, counts, chunks = [], [], set(), 0
-        for group, p in self._with_gradient():
-            g, lr = like_memory_of(p, p.grad), group["lr"]
-            held.append(g)
-            lr_address = 0
-            if isinstance(lr, Tensor):
-                held.append(lr.to(self.device, torch.float32))
-                lr_address, lr = held[-1].data_ptr(), 0.0
-            m, v, count = self._state(group, p)
-            addresses = [tensor.data_ptr() for tensor in (p, g, m, v, count)]
-            moves = addresses[-1] not in counts
-            counts.add(addresses[-1])
-            logs = (math.log2(beta) if beta > 0 else -math.inf for beta in group["betas"])
-            settings = (lr, *group["betas"], *logs, group["eps"], group["weight_decay"])
-            rows.append((chunks, p.numel(), *addresses, moves, lr_address, *settings))
-            chunks += -(-p.numel() // CHUNK)
+        for group in self.optimiser.param_groups:
+            settings, rate = self._settings(group)
+            held.append(rate)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                held.append(like_memory_of(p, p.grad))
+                addresses = [tensor.data_ptr() for tensor in (p, held[-1], *self._state(group, p))]
+                moves = addresses[-1] not in counts
+                counts.add(addresses[-1])
+                rows.append((chunks, p.numel(), *addresses, moves, *settings))
+                chunks += -(-p.numel() // CHUNK)
         table = np.array(rows, dtype=ROW)
         aligned = all(not (table[name] % 16).any() for name in ("p", "g", "m", "v"))
         return _Table(self._to_device(table), chunks, aligned, held)
 
-    def _with_gradient(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        for group in self.optimiser.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    yield group, p
+    def _settings(self, group: dict[str, Any]) -> tuple[tuple[float, ...], Tensor | None]:
+        """The last fields of a group's rows, and the tensor that one of them points to, if any."""
+        lr, betas = group["lr"], group["betas"]
+        logs = [math.log2(beta) if beta > 0 else -math.inf for beta in betas]
+        if isinstance(lr, Tensor):
+            rate = lr.to(self.device, torch.float32)
+            return (rate.data_ptr(), 0.0, *betas, *logs, group["eps"], group["weight_decay"]), rate
+        return (0, lr, *betas, *logs, group["eps"], group["weight_decay"]), None
 
     def _state(self, group: dict[str, Any], p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """m, v and t of a parameter; LaProp has one t for a group, kept with its first parameter."""
         state = self.optimiser.state[p]
         for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
+            if name in state:
+                state[name] = like_memory_of(p, state[name])
+            else:
                 state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state[name] = like_memory_of(p, state[name])
         counting = state if self.is_adam else self.optimiser.state[group["params"][0]]
         if "step" not in counting:
             counting["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -360,5 +362,6 @@ class FusedStep:
 
 def like_memory_of(p: Tensor, tensor: Tensor) -> Tensor:
     """`tensor` with its elements in the memory order of `p`, which has the same shape: itself, or a copy."""
-    same = all(a == b or size == 1 for a, b, size in zip(p.stride(), tensor.stride(), p.shape, strict=True))
+    ours, theirs = p.stride(), tensor.stride()
+    same = ours == theirs or all(a == b or size == 1 for a, b, size in zip(ours, theirs, p.shape, strict=True))
     return tensor if same else torch.empty_like(p, memory_format=torch.preserve_format).copy_(tensor)

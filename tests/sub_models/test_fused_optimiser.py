@@ -21,6 +21,8 @@ from sub_models.optimiser import COUNTS, Optimiser
 NAMES = ["Laprop", "Adam"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-6  # relative, after a few steps: some ulps of float32
+# torch's AdamW rounds β2 to float32 on a GPU, so that its 1 - β2 is 1.3e-5 too large; on a CPU it does not.
+CUDA_ADAM = 2e-5
 FACTORS = {"ok": 1.0, "nan": math.nan, "inf": math.inf, "off": 1.0}
 
 
@@ -61,12 +63,14 @@ def make(shapes, name, fused, **options):
 
 def assert_same_state(fused, plain, tolerance=TOLERANCE):
     """Parameters, moments and counts of two optimisers."""
+    mixed = (fused.fused_step is None) != (plain.fused_step is None)
     for p, q in zip(fused.params, plain.params, strict=True):
         assert_close(p, q, tolerance, "parameter")
         state, expected = fused.inner.state[p], plain.inner.state[q]
         assert state.keys() == expected.keys()
         for name, value in state.items():
-            assert_close(value, expected[name], tolerance, name)
+            loose = mixed and name == "exp_avg_sq" and plain.name == "Adam" and DEVICE.type == "cuda"
+            assert_close(value, expected[name], max(tolerance, CUDA_ADAM * loose), name)
     for name in (*COUNTS, "lr"):
         assert_close(getattr(fused, name), getattr(plain, name), 1e-7, name)
 
@@ -247,7 +251,7 @@ def trained_in_graph(name, captured, steps=20, **options):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_replays_what_the_eager_step_does(name, monkeypatch):
     """20 replays, while other pinned memory comes and goes: the table that the graph reads must stay."""
-    monkeypatch.setattr(fused_optimiser, "CHUNK", 4096)
+    monkeypatch.setattr(fused_optimiser, "CHUNK", 2048)
     torch.backends.cudnn.deterministic = True
     (graph, seen), (eager, expected) = (trained_in_graph(name, captured) for captured in (True, False))
     assert seen == expected
@@ -259,7 +263,7 @@ def test_a_graph_replays_what_the_eager_step_does(name, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graph_of_the_fused_step_equals_the_plain_steps(name, monkeypatch):
-    monkeypatch.setattr(fused_optimiser, "CHUNK", 4096)
+    monkeypatch.setattr(fused_optimiser, "CHUNK", 2048)
     torch.backends.cudnn.deterministic = True
     (fused, seen), (plain, expected) = trained_in_graph(name, True), trained_in_graph(name, False, fused=False)
     assert fused.fused_step is not None and plain.fused_step is None
