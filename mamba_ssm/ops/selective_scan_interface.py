@@ -19,6 +19,8 @@ from mamba_ssm.ops.tiers import implementation, reference_instead, register, reg
 
 Tensor = torch.Tensor
 
+_REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
 register_operator("selective_scan", cpu=("cpu",), cuda=("cuda",))
 register_operator("mamba_inner", cpu=("cpu",), cuda=("cuda",))
 
@@ -122,7 +124,8 @@ register("selective_scan", "reference", _selective_scan_reference)
 def _selective_scan_on_gpu(u, delta, A, *others):
     """The CUDA kernels, or the reference for what they don't take: float64, and states too wide for their registers."""
     run, reason = native_selective_scan, None
-    if accumulate_dtype(u, delta, A, *(x for x in others if isinstance(x, Tensor))) == torch.float64:
+    dtypes = {x.dtype for x in (u, delta, A, *others) if isinstance(x, Tensor)}
+    if not dtypes.isdisjoint((torch.float64, torch.complex128)):
         reason = "the CUDA kernels take no float64"
     elif A.shape[1] > MAX_CUDA_STATE:
         reason = f"the CUDA kernels take states up to N = {MAX_CUDA_STATE}"
@@ -332,7 +335,28 @@ def _check_mamba_inner(xz, conv1d_weight, x_proj_weight, delta_proj_weight, out_
     check_choice(name, "checkpoint_lvl", checkpoint_lvl, (0, 1))
 
 
+def _is_usual(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_state) -> bool:
+    """Whether the arguments are right in the commonest way, B and C (B, N, L) and all real: a launch waits for this."""
+    shape, per_channel = u.shape, u.shape[1:2]
+    if len(shape) != 3 or seq_idx is not None or initial_state is not None:
+        return False
+    projection = (shape[0], *A.shape[1:], shape[2])
+    given = [x for x in (u, delta, A, B, C, D, z, delta_bias) if x is not None]
+    return (
+        delta.shape == shape
+        and A.shape[:1] == per_channel
+        and B.shape == C.shape == projection
+        and (z is None or z.shape == shape)
+        and (D is None or D.shape == per_channel)
+        and (delta_bias is None or delta_bias.shape == per_channel)
+        and len({x.device for x in given}) == 1
+        and {x.dtype for x in given} <= _REAL
+    )
+
+
 def _check_selective_scan(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_state) -> None:
+    if _is_usual(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_state):
+        return
     name = "selective_scan"
     check_floating(name, u=u, delta=delta, D=D, z=z, delta_bias=delta_bias)
     check_integer(name, seq_idx=seq_idx)

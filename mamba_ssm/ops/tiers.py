@@ -32,6 +32,7 @@ class _Operator:
     functions: dict[str, Callable] = field(default_factory=dict)            # tier -> implementation
     reasons: dict[str, str] = field(default_factory=dict)                   # tier -> why it can't be had
     told: set[tuple[str, str]] = field(default_factory=set)                 # (device type, text) already logged
+    chosen: dict[tuple[str, str], str] = field(default_factory=dict)        # (device type, tier asked for) -> tier
 
     def why_not(self, tier: str) -> str | None:
         """Why `tier` can't run, or None if it can."""
@@ -68,7 +69,9 @@ def register_operator(operator: str, cpu: tuple[str, ...] = (), cuda: tuple[str,
 
 def register(operator: str, tier: str, function: Callable) -> None:
     """Make `function` the implementation of `operator` on `tier`; it takes what the operator's reference takes."""
-    _declared(operator, tier).functions[tier] = function
+    entry = _declared(operator, tier)
+    entry.functions[tier] = function
+    entry.chosen.clear()
 
 
 def register_unavailable(operator: str, tier: str, reason: str) -> None:
@@ -129,10 +132,13 @@ def reference_instead(operator: str, device: torch.device, reason: str) -> Calla
 
 @torch.compiler.assume_constant_result
 def _choose(operator: str, device_type: str) -> str:
-    report = explain(operator, device_type)
-    if report.missing:
-        _tell_once(operator, device_type, str(report))
-    return report.tier
+    chosen, asked = _operators[operator].chosen, (device_type, _requested.get())
+    if asked not in chosen:                                  # on every call of an operator: explained only once
+        report = explain(operator, device_type)
+        if report.missing:
+            _tell_once(operator, device_type, str(report))
+        chosen[asked] = report.tier
+    return chosen[asked]
 
 
 @torch.compiler.assume_constant_result

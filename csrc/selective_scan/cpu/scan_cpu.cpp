@@ -211,12 +211,18 @@ BackwardResult backward(const at::Tensor& dout, const OptionalTensor& dlast_stat
 
 namespace {
 
-// (B, H, P) from (B, D) or (B, H, P), (H, P) from (D) or (H, P): what is missing has one channel for each head.
-Strided strided(const at::Tensor& x, bool has_batch, bool has_heads_and_channels) {
+// (B, H, P) from (B, D) or (B, H, P), (H, P) from (D) or (H, P): channels without heads are taken P at a time.
+Strided strided(const at::Tensor& x, bool has_batch, bool has_heads_and_channels, int64_t head_channels) {
   if (!x.defined()) return {};
-  const int64_t first = has_batch ? 1 : 0;
-  return {x.const_data_ptr(), has_batch ? x.stride(0) : 0, x.stride(first),
-          has_heads_and_channels ? x.stride(first + 1) : 0};
+  const int64_t first = has_batch ? 1 : 0, stride = x.stride(first);
+  return {x.const_data_ptr(), has_batch ? x.stride(0) : 0, has_heads_and_channels ? stride : stride * head_channels,
+          has_heads_and_channels ? x.stride(first + 1) : stride};
+}
+
+// How many of `channels`, all of one group, make a head where there are none: whole vectors, and some items of work.
+int64_t channels_at_a_time(int64_t channels) {
+  constexpr int64_t few = 64;
+  return channels % few == 0 ? std::min(channels, few) : channels;
 }
 
 at::Tensor state_contiguous(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
@@ -226,7 +232,7 @@ at::Tensor state_contiguous(const at::Tensor& x) { return x.stride(-1) == 1 || x
 at::Tensor state_update(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A,
                         const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                         const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices) {
-  const bool by_head = x.dim() == 3;  // (B, H, P); otherwise (B, D), each channel its own head
+  const bool by_head = x.dim() == 3;  // (B, H, P); otherwise (B, D)
   const bool wide = state.scalar_type() == at::kDouble || x.scalar_type() == at::kDouble || A.scalar_type() == at::kDouble;
   const auto real = wide ? at::kDouble : at::kFloat;
   const auto prepared = [&](const at::Tensor& tensor) { return tensor.scalar_type() == real ? tensor : tensor.to(real); };
@@ -246,8 +252,6 @@ at::Tensor state_update(at::Tensor& state, const at::Tensor& x, const at::Tensor
 
   StepArguments p{};
   p.batch = x.size(0);
-  p.heads = x.size(1);
-  p.head_channels = by_head ? x.size(2) : 1;
   p.state = state.size(-1);
   const auto projection = [](const at::Tensor& weight, int64_t& groups) -> Strided {
     groups = weight.dim() == 2 ? 1 : weight.size(1);
@@ -255,19 +259,24 @@ at::Tensor state_update(at::Tensor& state, const at::Tensor& x, const at::Tensor
   };
   p.B = projection(B_rows, p.groups_B);
   p.C = projection(C_rows, p.groups_C);
-  p.A = strided(decay, false, by_head);
+  p.head_channels = by_head ? x.size(2) : channels_at_a_time(segment_channels(x.size(1), p.groups_B, p.groups_C));
+  p.heads = by_head || p.head_channels == 0 ? x.size(1) : x.size(1) / p.head_channels;
+  const auto per_channel = [&](const at::Tensor& tensor, bool has_batch) {
+    return strided(tensor, has_batch, by_head, p.head_channels);
+  };
+  p.A = per_channel(decay, false);
   p.A_state_stride = p.state == 1 ? 1 : decay.stride(-1);
   p.dt_softplus = dt_softplus;
   p.h = h.mutable_data_ptr();
   p.h_row_stride = h.stride(0);
-  p.h_head_stride = h.stride(1);
-  p.h_channel_stride = by_head ? h.stride(2) : 0;
+  p.h_head_stride = by_head ? h.stride(1) : h.stride(1) * p.head_channels;
+  p.h_channel_stride = by_head ? h.stride(2) : h.stride(1);
   p.rows = static_cast<const int64_t*>(data_of(indices));
-  p.x = strided(input, true, by_head);
-  p.dt = strided(step_size, true, by_head);
-  p.z = strided(gate, true, by_head);
-  p.D = strided(skip, false, by_head);
-  p.dt_bias = strided(bias, false, by_head);
+  p.x = per_channel(input, true);
+  p.dt = per_channel(step_size, true);
+  p.z = per_channel(gate, true);
+  p.D = per_channel(skip, false);
+  p.dt_bias = per_channel(bias, false);
   p.out = out.mutable_data_ptr();
   const auto kernel = select_step_kernel(real == at::kDouble);
   // Two items that name one row of the state must not run side by side: with indices, one thread.
