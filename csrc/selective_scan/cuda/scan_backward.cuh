@@ -14,14 +14,22 @@ namespace mamba_ssm::cuda {
 
 template <typename Shape>
 constexpr int kCheckpointFloats = kSteps * Shape::kChannels * Shape::kStates * kReals<typename Shape::S> * Shape::kThreads;
+// A warp's sums of dB and dC for kStep rows take the place of the checkpoints of those rows, where they fit: what that
+// saves lets a multiprocessor hold eight blocks instead of six.
+template <typename Shape>
+constexpr bool kSumsReplaceCheckpoints = Shape::kFast;
 // With one warp nothing is left to add up in shared memory.
 template <typename Shape>
-constexpr int kProjectionSumFloats = Shape::kWarps == 1 ? 0 : Shape::kWarps * 2 * Shape::kProjectionFloats;
+constexpr int kProjectionSumFloats =
+    Shape::kWarps == 1 || kSumsReplaceCheckpoints<Shape> ? 0 : Shape::kWarps * 2 * Shape::kProjectionFloats;
+// z of four-byte numbers is not fetched ahead: with its slots a block would be too large for eight on a multiprocessor.
+template <typename Shape>
+constexpr bool kFetchGate = Shape::kFast && sizeof(typename Shape::T) < 4;
 template <typename Shape>
 constexpr size_t backward_shared_bytes() {
   return sizeof(float) * (4 * Shape::kTileFloats + 2 * Shape::kProjectionFloats + kTile + kCheckpointFloats<Shape> +
                           kProjectionSumFloats<Shape>) +
-         16 * 4 * Shape::kSlots;
+         16 * (kFetchGate<Shape> ? 4 : 3) * Shape::kSlots;
 }
 
 struct BackwardTiles {
@@ -43,6 +51,18 @@ struct BackwardTiles {
     tiles.slots = tiles.projection_sums + kProjectionSumFloats<Shape>;
     return tiles;
   }
+  // A warp's sums for one row of the tile: dB, then dC.
+  template <typename Shape>
+  __device__ float* sums_of(int warp, int row) const {
+    constexpr int floats = 2 * Shape::kStateRow;
+    if constexpr (kSumsReplaceCheckpoints<Shape>) {
+      constexpr int warp_floats = 32 * Shape::kStates, step_floats = Shape::kChannels * Shape::kWarps * warp_floats;
+      static_assert(kStep * floats <= warp_floats && kReals<typename Shape::S> == 1 && Shape::kStates == 4);
+      return checkpoints + row / kStep * step_floats + warp * warp_floats + row % kStep * floats;
+    } else {
+      return projection_sums + (warp * kTile + row) * floats;
+    }
+  }
 };
 
 // dy = dout silu(z), or dout.
@@ -60,7 +80,7 @@ __device__ inline void stage_output_gradient(const Arguments& p, const Part& par
       read_piece<Shape>(p, part, p.dout, piece, i, tile_row, dout_slots, dy);
       if (p.z.data) {
         float z[kVector<T>];
-        read_piece<Shape>(p, part, p.z, piece, i, tile_row, z_slots, z);
+        read_piece<Shape, kFetchGate<Shape> >(p, part, p.z, piece, i, tile_row, z_slots, z);
 #pragma unroll
         for (int k = 0; k < kVector<T>; ++k) dy[k] *= z[k] * sigmoid(z[k]);
       }
@@ -86,6 +106,17 @@ struct GradientInputs {
     }
   }
 };
+
+// The slope of softplus from its value: 1 - exp(-softplus), by its Taylor series where that difference would lose digits.
+// Its identity part has slope 1, and so has this there.
+__device__ inline float softplus_slope(float value) {
+  float series = fmaf(value, -1.0f / 720.0f, 1.0f / 120.0f);
+  series = fmaf(value, series, -1.0f / 24.0f);
+  series = fmaf(value, series, 1.0f / 6.0f);
+  series = fmaf(value, series, -0.5f);
+  series = fmaf(value * value, series, value);
+  return value < 0.25f ? series : 1.0f - exp2_approx(-value * kLog2e);
+}
 
 // du, ddelta and dz of a tile, and this thread's share of dD and ddelta_bias.
 template <typename Shape>
@@ -120,15 +151,17 @@ __device__ inline void write_gradients(const Arguments& p, const Part& part, int
     load_shared<K>(tiles.drive + place, ddrive);
     load_shared<K>(tiles.through_decay + place, x);
 #pragma unroll
+    for (int k = 0; k < K; ++k) x[k] = fmaf(u[k], ddrive[k], x[k]);
+    if (p.delta_softplus) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) x[k] *= softplus_slope(delta[k]);
+    }
+#pragma unroll
     for (int k = 0; k < K; ++k) {
-      float ddelta = fmaf(u[k], ddrive[k], x[k]);
-      // The slope of softplus from its value: 1 - exp(-softplus); its identity part has slope 1.
-      if (p.delta_softplus) ddelta *= delta[k] > 20.0f ? 1.0f : -expm1f(-delta[k]);
       if (Shape::kFast || k < piece.count) {
         dD[i] = fmaf(dy[k], u[k], dD[i]);
-        dbias[i] += ddelta;
+        dbias[i] += x[k];
       }
-      x[k] = ddelta;
       u[k] = fmaf(skip, dy[k], delta[k] * ddrive[k]);
     }
     store_vector<Shape::kFast>(at<T>(p.ddelta, part, piece.channel, row), piece.count, p.aligned, x);
@@ -184,8 +217,8 @@ __device__ inline void write_projection_sums(const S (&dB)[Shape::kStates], cons
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __grid_constant__ Arguments p,
-                                                                        const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_backward_kernel(const __grid_constant__ Arguments p,
+                                                                                           const __grid_constant__ Plan plan) {
   using S = typename Shape::S;
   using T = typename Shape::T;
   constexpr int kStates = Shape::kStates, kChannels = Shape::kChannels;
@@ -214,21 +247,25 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
   float dD[Shape::kPieces] = {}, dbias[Shape::kPieces] = {};
 
   const ChannelValues<Shape> bias(p.delta_bias, part), skip(p.D, part);
+  const T *B_group = group_of<T>(p, part, p.B), *C_group = group_of<T>(p, part, p.C);
   ProjectionAhead<Shape> B_ahead, C_ahead;
+  OffsetsAhead offsets_ahead;
   S next_h[kChannels][kStates];
   const auto fetch_inputs = [&](int chunk) {
     const int tile_row = chunk * kTile;
     fetch_tile<Shape>(p, part, p.u, tile_row, u_slots);
     fetch_tile<Shape>(p, part, p.delta, tile_row, delta_slots);
     fetch_tile<Shape>(p, part, p.dout, tile_row, dout_slots);
-    if (p.z.data) fetch_tile<Shape>(p, part, p.z, tile_row, z_slots);
-    B_ahead.load(p, part, p.B, tile_row);
-    C_ahead.load(p, part, p.C, tile_row);
+    if (kFetchGate<Shape> && p.z.data) fetch_tile<Shape>(p, part, p.z, tile_row, z_slots);
+    B_ahead.load(p, B_group, p.B.state_stride, tile_row);
+    C_ahead.load(p, C_group, p.C.state_stride, tile_row);
+    offsets_ahead.load(p, part, tile_row);
     view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, next_h);
   };
   if constexpr (Shape::kFast) {
     if (p.length > 0) fetch_inputs(p.chunks() - 1);
   }
+  if (!p.seq_idx) offsets_ahead.store(p, 0, tiles.offsets);
 
   for (int chunk = p.chunks() - 1; chunk >= 0; --chunk) {
     const int tile_row = chunk * kTile;
@@ -237,7 +274,8 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
     else view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, h);
     stage_inputs<Shape>(p, part, tile_row, bias, u_slots, delta_slots, tiles.delta, tiles.drive);
     stage_output_gradient<Shape>(p, part, tile_row, dout_slots, z_slots, tiles.dy);
-    stage_offsets<Shape>(p, part, tile_row, tiles.offsets);
+    if (!Shape::kFast) offsets_ahead.load(p, part, tile_row);
+    if (p.seq_idx) offsets_ahead.store(p, tile_row, tiles.offsets);
     if constexpr (Shape::kFast) {
       B_ahead.store(p, tile_row, tiles.B);
       C_ahead.store(p, tile_row, tiles.C);
@@ -247,8 +285,8 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
         for (int j = 0; j < kStates; ++j) h[c][j] = next_h[c][j];
       }
     } else {
-      if (variable_B) stage_projection<Shape>(p, part, p.B, tile_row, tiles.B);
-      if (variable_C) stage_projection<Shape>(p, part, p.C, tile_row, tiles.C);
+      if (variable_B) stage_projection<Shape>(p, B_group, p.B.state_stride, tile_row, tiles.B);
+      if (variable_C) stage_projection<Shape>(p, C_group, p.C.state_stride, tile_row, tiles.C);
     }
     __syncthreads();
     if constexpr (Shape::kFast) {
@@ -320,6 +358,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
           for (int j = 0; j < held; ++j) h[c][four * held + j] = some[j];
         }
       }
+      if constexpr (kSumsReplaceCheckpoints<Shape>) __syncwarp();
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
         S B[kStates];
@@ -364,7 +403,7 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
             const int64_t row = (int64_t(part.batch) * plan.parts + part.index) * p.length + tile_row + t + k;
             if (tile_row + t + k < p.length) write_projection_sums<Shape>(dB, dC, p.partial_BC + row * kSumRow);
           } else {
-            write_projection_sums<Shape>(dB, dC, tiles.projection_sums + (threadIdx.x / 32 * kTile + t + k) * kSumRow);
+            write_projection_sums<Shape>(dB, dC, tiles.template sums_of<Shape>(threadIdx.x / 32, t + k));
           }
         }
       }
@@ -389,11 +428,17 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_backward_kernel(const __
       if (variable_B || variable_C) {
         const int64_t first = (int64_t(part.batch) * plan.parts + part.index) * p.length + tile_row;
         const int rows = min(kTile, p.length - tile_row);
-        for (int i = threadIdx.x; i < rows * kSumRow; i += Shape::kThreads) {
-          float sum = tiles.projection_sums[i];
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < rows * kSumRow; i += 4 * Shape::kThreads) {
+          float sum[4] = {};
 #pragma unroll
-          for (int warp = 1; warp < Shape::kWarps; ++warp) sum += tiles.projection_sums[warp * kTile * kSumRow + i];
-          p.partial_BC[first * kSumRow + i] = sum;
+          for (int warp = 0; warp < Shape::kWarps; ++warp) {
+            float of_warp[4];
+            load_shared<4>(tiles.template sums_of<Shape>(warp, i / kSumRow) + i % kSumRow, of_warp);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sum[k] += of_warp[k];
+          }
+          *reinterpret_cast<float4*>(p.partial_BC + first * kSumRow + i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
       }
     }

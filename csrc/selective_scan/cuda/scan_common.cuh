@@ -9,6 +9,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #include "scan_cuda.h"
 
 namespace mamba_ssm::cuda {
@@ -78,53 +80,55 @@ __device__ inline void narrow(float x, __nv_bfloat16& y) { y = __float2bfloat16_
 template <typename T>
 constexpr int kVector = 16 / sizeof(T);
 
+// A vector as it lies in memory: its numbers are taken apart where they are used, and not where they arrive, for that
+// would wait for them there.
 template <typename T>
-struct alignas(16) Pack {
-  T values[kVector<T>];
+struct Pack {
+  uint4 raw;
 };
-
-// Count elements at `from`, the rest zero.
 template <typename T>
-__device__ inline void load_vector(const T* from, int count, bool aligned, float (&x)[kVector<T>]) {
-  if (aligned && count >= kVector<T>) {
-    const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(from);
-#pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) x[i] = widen(pack.values[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) x[i] = i < count ? widen(from[i]) : 0.0f;
-  }
-}
-// kWhole: vectors are aligned, and count is 0 or a whole vector.
-template <bool kWhole, typename T>
-__device__ inline void store_vector(T* to, int count, bool aligned, const float (&x)[kVector<T>]) {
-  if (kWhole ? count > 0 : aligned && count >= kVector<T>) {
-    Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) narrow(x[i], pack.values[i]);
-    *reinterpret_cast<Pack<T>*>(to) = pack;
-  } else if constexpr (!kWhole) {
-#pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) {
-      if (i < count) narrow(x[i], to[i]);
-    }
-  }
-}
-template <bool kWhole, typename T>
-__device__ inline Pack<T> load_pack(const T* from, int count, bool aligned) {
-  if (kWhole ? count > 0 : aligned && count >= kVector<T>) return *reinterpret_cast<const Pack<T>*>(from);
+__device__ inline Pack<T> packed(const T (&values)[kVector<T>]) {
   Pack<T> pack;
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) {
-    narrow(0.0f, pack.values[i]);
-    if (!kWhole && i < count) pack.values[i] = from[i];
-  }
+  memcpy(&pack.raw, values, sizeof pack.raw);
   return pack;
 }
 template <typename T>
 __device__ inline void unpack(const Pack<T>& pack, float (&x)[kVector<T>]) {
+  T values[kVector<T>];
+  memcpy(values, &pack.raw, sizeof pack.raw);
 #pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) x[i] = widen(pack.values[i]);
+  for (int i = 0; i < kVector<T>; ++i) x[i] = widen(values[i]);
+}
+
+// Count elements at `from`, the rest zero. kWhole: vectors are aligned, and count is 0 or a whole vector.
+template <bool kWhole, typename T>
+__device__ inline Pack<T> load_pack(const T* from, int count, bool aligned) {
+  if (kWhole ? count > 0 : aligned && count >= kVector<T>) return {*reinterpret_cast<const uint4*>(from)};
+  if constexpr (kWhole) {
+    return {make_uint4(0, 0, 0, 0)};
+  } else {
+    T values[kVector<T>];
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) {
+      narrow(0.0f, values[i]);
+      if (i < count) values[i] = from[i];
+    }
+    return packed(values);
+  }
+}
+template <bool kWhole, typename T>
+__device__ inline void store_vector(T* to, int count, bool aligned, const float (&x)[kVector<T>]) {
+  T values[kVector<T>];
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) narrow(x[i], values[i]);
+  if (kWhole ? count > 0 : aligned && count >= kVector<T>) {
+    *reinterpret_cast<uint4*>(to) = packed(values).raw;
+  } else if constexpr (!kWhole) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) {
+      if (i < count) to[i] = values[i];
+    }
+  }
 }
 // A whole vector into shared memory, where this thread finds it after wait_for_fetches(); zeros if it is not wanted.
 template <typename T>
@@ -227,6 +231,7 @@ struct Shape {
   static constexpr int kStates = kStates_, kLanes = kLanes_, kChannels = kChannels_, kWarps = kWarps_;
   static constexpr bool kFast = kFast_;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMinBlocks = kFast && kChannels == 1 ? 8 : 1;    // of a multiprocessor, that registers must allow
   static constexpr int kWarpChannels = 32 / kLanes * kChannels;
   static constexpr int kBlockChannels = kWarpChannels * kWarps;
   static constexpr int kPadded = kStates * kLanes;
@@ -304,13 +309,13 @@ __device__ inline void fetch_tile(const Arguments& p, const Part& part, const Ac
   }
 }
 // Vector i of this thread: from its slot where it was fetched ahead, else from device memory.
-template <typename Shape>
+template <typename Shape, bool kFetched = Shape::kFast>
 __device__ inline void read_piece(const Arguments& p, const Part& part, const Activation& from, const Piece<Shape>& piece, int i,
                                   int tile_row, const Pack<typename Shape::T>* slots,
                                   float (&x)[kVector<typename Shape::T>]) {
   using T = typename Shape::T;
-  if constexpr (Shape::kFast) unpack(slots[threadIdx.x + i * Shape::kThreads], x);
-  else load_vector<T>(at<T>(from, part, piece.channel, tile_row + piece.row), piece.count, p.aligned, x);
+  if constexpr (kFetched) unpack(slots[threadIdx.x + i * Shape::kThreads], x);
+  else unpack(load_pack<Shape::kFast>(at<T>(from, part, piece.channel, tile_row + piece.row), piece.count, p.aligned), x);
 }
 
 // Δ and Δu of a tile; rows past the end get Δ = 0, which leaves the state as it is.
@@ -328,9 +333,14 @@ __device__ inline void stage_inputs(const Arguments& p, const Part& part, int ti
       read_piece<Shape>(p, part, p.u, piece, i, tile_row, u_slots, u);
       read_piece<Shape>(p, part, p.delta, piece, i, tile_row, delta_slots, delta);
 #pragma unroll
+      for (int k = 0; k < kVector<T>; ++k) delta[k] += bias.of[i];
+      if (p.delta_softplus) {               // one branch, so that the vector's chains run side by side
+#pragma unroll
+        for (int k = 0; k < kVector<T>; ++k) delta[k] = softplus(delta[k]);
+      }
+#pragma unroll
       for (int k = 0; k < kVector<T>; ++k) {
-        const float raw = delta[k] + bias.of[i], step = p.delta_softplus ? softplus(raw) : raw;
-        delta[k] = Shape::kFast || k < piece.count ? step : 0.0f;
+        if (!Shape::kFast && k >= piece.count) delta[k] = 0.0f;
         u[k] *= delta[k];
       }
     }
@@ -338,18 +348,23 @@ __device__ inline void stage_inputs(const Arguments& p, const Part& part, int ti
     store_shared<kVector<T> >(drive_tile + piece.channel * kRowStride + piece.row, u);
   }
 }
-template <typename Shape>
-__device__ inline void stage_offsets(const Arguments& p, const Part& part, int tile_row, float* offsets) {
-  for (int t = threadIdx.x; t < kTile; t += Shape::kThreads) {
-    const int row = tile_row + t;
-    bool start = false;
-    if (p.seq_idx && row > 0 && row < p.length) {
-      const int32_t* index = p.seq_idx + int64_t(part.batch) * p.length + row;
-      start = index[0] != index[-1];
-    }
-    offsets[t] = start ? -INFINITY : 0.0f;
+// What decay_of adds in a tile's rows. Without seq_idx it is all zeros, staged once; with it each of the first kTile
+// threads loads its row's two indices ahead, and compares them where the tile is staged.
+struct OffsetsAhead {
+  int32_t index = 0, before = 0;
+  __device__ void load(const Arguments& p, const Part& part, int tile_row) {
+    const int row = tile_row + int(threadIdx.x);
+    if (!p.seq_idx || threadIdx.x >= kTile || row >= p.length) return;
+    const int32_t* place = p.seq_idx + int64_t(part.batch) * p.length + row;
+    index = place[0];
+    before = place[row > 0 ? -1 : 0];       // row 0 continues the entering state
   }
-}
+  __device__ void store(const Arguments& p, int tile_row, float* offsets) const {
+    if (threadIdx.x >= kTile) return;
+    const bool start = tile_row + int(threadIdx.x) < p.length && index != before;
+    offsets[threadIdx.x] = start ? -INFINITY : 0.0f;
+  }
+};
 
 // Vectors of a tile of variable B or C, threads side by side along the states.
 template <typename Shape>
@@ -362,25 +377,33 @@ struct ProjectionPiece {
     first = index / Shape::kPadded * kVector<T>;
     count = n < p.state ? min(kVector<T>, (p.length - tile_row) * reals - first) : 0;
   }
-  __device__ Pack<T> load(const Arguments& p, const Part& part, const Projection& from, int tile_row) const {
-    const int group = part.first / (p.channels / from.groups);
-    const T* base = static_cast<const T*>(from.data) + part.batch * from.batch_stride + group * from.group_stride;
-    return load_pack<Shape::kFast>(base + n * from.state_stride + int64_t(tile_row) * reals + first, count, p.aligned);
+  __device__ Pack<T> load(const Arguments& p, const T* group, int64_t state_stride, int tile_row) const {
+    return load_pack<Shape::kFast>(group + n * state_stride + int64_t(tile_row) * reals + first, count, p.aligned);
   }
   // Into [row][state].
   __device__ void store(const Pack<T>& pack, float* tile) const {
+    float values[kVector<T>];
+    unpack(pack, values);
 #pragma unroll
     for (int k = 0; k < kVector<T>; ++k) {
-      tile[(first + k) / reals * Shape::kStateRow + n * reals + (first + k) % reals] = widen(pack.values[k]);
+      tile[(first + k) / reals * Shape::kStateRow + n * reals + (first + k) % reals] = values[k];
     }
   }
 };
-// A tile of variable B or C as [row][state], zero where there is none.
+// The part's group of variable B or C; found once, for it takes divisions.
+template <typename T>
+__device__ inline const T* group_of(const Arguments& p, const Part& part, const Projection& from) {
+  if (from.groups == 0) return nullptr;
+  const int group = part.first / (p.channels / from.groups);
+  return static_cast<const T*>(from.data) + part.batch * from.batch_stride + group * from.group_stride;
+}
+// A tile of it as [row][state], zero where there is none.
 template <typename Shape>
-__device__ inline void stage_projection(const Arguments& p, const Part& part, const Projection& from, int tile_row, float* tile) {
+__device__ inline void stage_projection(const Arguments& p, const typename Shape::T* group, int64_t state_stride, int tile_row,
+                                        float* tile) {
   for (int index = threadIdx.x; index < Shape::kProjectionVectors; index += Shape::kThreads) {
     const ProjectionPiece<Shape> piece(p, index, tile_row);
-    piece.store(piece.load(p, part, from, tile_row), tile);
+    piece.store(piece.load(p, group, state_stride, tile_row), tile);
   }
 }
 // The same in two parts, with this thread's vectors in registers between them.
@@ -389,10 +412,10 @@ struct ProjectionAhead {
   static constexpr int kCount = Shape::kFast ? Shape::kProjectionVectors / Shape::kThreads : 1;
   static_assert(!Shape::kFast || Shape::kProjectionVectors % Shape::kThreads == 0);
   Pack<typename Shape::T> packs[kCount];
-  __device__ void load(const Arguments& p, const Part& part, const Projection& from, int tile_row) {
+  __device__ void load(const Arguments& p, const typename Shape::T* group, int64_t state_stride, int tile_row) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      packs[i] = ProjectionPiece<Shape>(p, threadIdx.x + i * Shape::kThreads, tile_row).load(p, part, from, tile_row);
+      packs[i] = ProjectionPiece<Shape>(p, threadIdx.x + i * Shape::kThreads, tile_row).load(p, group, state_stride, tile_row);
     }
   }
   __device__ void store(const Arguments& p, int tile_row, float* tile) const {

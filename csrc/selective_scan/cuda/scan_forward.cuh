@@ -30,7 +30,7 @@ __device__ inline void write_outputs(const Arguments& p, const Part& part, int t
     const int row = tile_row + piece.row;
     if (p.D) {
       if constexpr (Shape::kFast) unpack(u[i], x);
-      else load_vector<T>(at<T>(p.u, part, piece.channel, row), piece.count, p.aligned, x);
+      else unpack(load_pack<false>(at<T>(p.u, part, piece.channel, row), piece.count, p.aligned), x);
 #pragma unroll
       for (int k = 0; k < kVector<T>; ++k) y[k] = fmaf(skip.of[i], x[k], y[k]);
     }
@@ -43,9 +43,49 @@ __device__ inline void write_outputs(const Arguments& p, const Part& part, int t
   }
 }
 
+// What a lane reads from shared memory for kStep rows, loaded while the rows before are scanned: with one or two warps
+// on a scheduler nothing else hides that latency. B and C of wide lanes would not fit into registers, and are read late.
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __grid_constant__ Arguments p,
-                                                                       const __grid_constant__ Plan plan) {
+struct StepInputs {
+  using S = typename Shape::S;
+  static constexpr int kStates = Shape::kStates, kAhead = Shape::kFast ? kStep : 1;
+  float delta[Shape::kChannels][kStep], drive[Shape::kChannels][kStep], offset[kStep];
+  S B[kAhead][kStates], C[kAhead][kStates];
+
+  __device__ void load(const LaneView<Shape>& view, int t, bool variable_B, bool variable_C, const float* delta_tile,
+                       const float* drive_tile, const float* B_tile, const float* C_tile, const float* offsets) {
+    load_shared<kStep>(offsets + t, offset);
+#pragma unroll
+    for (int c = 0; c < Shape::kChannels; ++c) {
+      load_shared<kStep>(delta_tile + view.channel[c] * kRowStride + t, delta[c]);
+      load_shared<kStep>(drive_tile + view.channel[c] * kRowStride + t, drive[c]);
+    }
+    if constexpr (Shape::kFast) {
+#pragma unroll
+      for (int k = 0; k < kStep; ++k) read(view, t + k, variable_B, variable_C, B_tile, C_tile, B[k], C[k]);
+    }
+  }
+  // B and C of row t + k, where they vary.
+  __device__ void projections(const LaneView<Shape>& view, int t, int k, bool variable_B, bool variable_C,
+                              const float* B_tile, const float* C_tile, S (&B_row)[kStates], S (&C_row)[kStates]) const {
+    if constexpr (Shape::kFast) {
+#pragma unroll
+      for (int j = 0; j < kStates; ++j) B_row[j] = B[k][j], C_row[j] = C[k][j];
+    } else {
+      read(view, t + k, variable_B, variable_C, B_tile, C_tile, B_row, C_row);
+    }
+  }
+  __device__ static void read(const LaneView<Shape>& view, int row, bool variable_B, bool variable_C, const float* B_tile,
+                              const float* C_tile, S (&B_row)[kStates], S (&C_row)[kStates]) {
+    const int place = row * Shape::kStateRow + view.first_state * kReals<S>;
+    if (variable_B) load_states<kStates>(B_tile + place, B_row);
+    if (variable_C) load_states<kStates>(C_tile + place, C_row);
+  }
+};
+
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_forward_kernel(const __grid_constant__ Arguments p,
+                                                                                          const __grid_constant__ Plan plan) {
   using S = typename Shape::S;
   using T = typename Shape::T;
   constexpr int kStates = Shape::kStates, kChannels = Shape::kChannels;
@@ -71,21 +111,26 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
   if (!variable_B) view.load(p.B.data, 0, p, part, constant_B);
   if (!variable_C) view.load(p.C.data, 0, p, part, constant_C);
   const ChannelValues<Shape> bias(p.delta_bias, part), skip(p.D, part);
+  const T *B_group = group_of<T>(p, part, p.B), *C_group = group_of<T>(p, part, p.C);
   ProjectionAhead<Shape> B_ahead, C_ahead;
+  OffsetsAhead offsets_ahead;
   const auto fetch_inputs = [&](int tile_row) {
     fetch_tile<Shape>(p, part, p.u, tile_row, u_slots);
     fetch_tile<Shape>(p, part, p.delta, tile_row, delta_slots);
-    B_ahead.load(p, part, p.B, tile_row);
-    C_ahead.load(p, part, p.C, tile_row);
+    B_ahead.load(p, B_group, p.B.state_stride, tile_row);
+    C_ahead.load(p, C_group, p.C.state_stride, tile_row);
+    offsets_ahead.load(p, part, tile_row);
   };
   if constexpr (Shape::kFast) fetch_inputs(0);
+  if (!p.seq_idx) offsets_ahead.store(p, 0, offsets);
   view.load(p.initial, part.batch, p, part, h);
   if constexpr (Shape::kFast) wait_for_fetches();
 
   for (int tile_row = 0; tile_row < p.length; tile_row += kTile) {
     if (p.states) view.store(p.states, int64_t(part.batch) * p.chunks() + tile_row / kTile, p, part, h);
     stage_inputs<Shape>(p, part, tile_row, bias, u_slots, delta_slots, delta_tile, drive_tile);
-    stage_offsets<Shape>(p, part, tile_row, offsets);
+    if (!Shape::kFast) offsets_ahead.load(p, part, tile_row);
+    if (p.seq_idx) offsets_ahead.store(p, tile_row, offsets);
     Pack<T> u[Shape::kPieces];                                  // of this tile: the next one takes its slots
     if constexpr (Shape::kFast) {
 #pragma unroll
@@ -93,45 +138,32 @@ __global__ void __launch_bounds__(Shape::kThreads) scan_forward_kernel(const __g
       B_ahead.store(p, tile_row, B_tile);
       C_ahead.store(p, tile_row, C_tile);
     } else {
-      if (variable_B) stage_projection<Shape>(p, part, p.B, tile_row, B_tile);
-      if (variable_C) stage_projection<Shape>(p, part, p.C, tile_row, C_tile);
+      if (variable_B) stage_projection<Shape>(p, B_group, p.B.state_stride, tile_row, B_tile);
+      if (variable_C) stage_projection<Shape>(p, C_group, p.C.state_stride, tile_row, C_tile);
     }
     __syncthreads();
     if constexpr (Shape::kFast) {
       if (p.z.data) fetch_tile<Shape>(p, part, p.z, tile_row, z_slots);
       if (tile_row + kTile < p.length) fetch_inputs(tile_row + kTile);
     }
-    float next_delta[kChannels][kStep], next_drive[kChannels][kStep], next_offset[kStep];
-    const auto load_step = [&](int t) {                         // before y of the step before is stored: stores bar loads
-      load_shared<kStep>(offsets + t, next_offset);
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        load_shared<kStep>(delta_tile + view.channel[c] * kRowStride + t, next_delta[c]);
-        load_shared<kStep>(drive_tile + view.channel[c] * kRowStride + t, next_drive[c]);
-      }
-    };
-    load_step(0);
+    StepInputs<Shape> next;
+    next.load(view, 0, variable_B, variable_C, delta_tile, drive_tile, B_tile, C_tile, offsets);
 #pragma unroll 2
     for (int t = 0; t < kTile; t += kStep) {
-      float delta[kChannels][kStep], drive[kChannels][kStep], y[kChannels][kStep] = {}, offset[kStep];
-#pragma unroll
-      for (int k = 0; k < kStep; ++k) {
-        offset[k] = next_offset[k];
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) delta[c][k] = next_delta[c][k], drive[c][k] = next_drive[c][k];
-      }
-      if (t + kStep < kTile) load_step(t + kStep);
+      const StepInputs<Shape> now = next;
+      // Before y of this step is stored, for stores bar loads; behind the last step come the first rows again, unused.
+      next.load(view, (t + kStep) % kTile, variable_B, variable_C, delta_tile, drive_tile, B_tile, C_tile, offsets);
+      float y[kChannels][kStep] = {};
 #pragma unroll
       for (int k = 0; k < kStep; ++k) {
         S B[kStates], C[kStates];
-        if (variable_B) load_states<kStates>(B_tile + (t + k) * Shape::kStateRow + view.first_state * kReals<S>, B);
-        if (variable_C) load_states<kStates>(C_tile + (t + k) * Shape::kStateRow + view.first_state * kReals<S>, C);
+        now.projections(view, t, k, variable_B, variable_C, B_tile, C_tile, B, C);
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
 #pragma unroll
           for (int j = 0; j < kStates; ++j) {
-            const S a = decay_of(delta[c][k], A[c][j], offset[k]);
-            h[c][j] = a * h[c][j] + drive[c][k] * (variable_B ? B[j] : constant_B[c][j]);
+            const S a = decay_of(now.delta[c][k], A[c][j], now.offset[k]);
+            h[c][j] = a * h[c][j] + now.drive[c][k] * (variable_B ? B[j] : constant_B[c][j]);
             y[c][k] += real_of_product(h[c][j], variable_C ? C[j] : constant_C[c][j]);
           }
         }

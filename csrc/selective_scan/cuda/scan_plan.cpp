@@ -43,10 +43,8 @@ Plan make_plan(const Arguments& p) {
     return plan_for(p, kFirstComplex + index);
   }
   if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C() && p.aligned) {
-    const Plan wide = plan_for(p, 0);
-    bool enough = int64_t(wide.parts) * p.batch >= 2 * int64_t(p.multiprocessors);
-    if (const char* channels = std::getenv("MAMBA_SCAN_CHANNELS")) enough = channels[0] == '2';  // for benchmarks
-    return enough ? wide : plan_for(p, 1);
+    const char* channels = std::getenv("MAMBA_SCAN_CHANNELS");   // for benchmarks
+    return plan_for(p, channels && channels[0] == '2' ? 0 : 1);
   }
   const int index = p.state <= 4 ? 1 : p.state <= 16 ? 0 : p.state <= 64 ? 2 : p.state <= 128 ? 3 : 4;
   return plan_for(p, kFirstGeneral + index);
