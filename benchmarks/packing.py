@@ -204,6 +204,8 @@ def main() -> None:
     obstacle = why_no_mps(device)
     report = {**provenance(device), "env": config.BasicSettings.Env_name, "words": words, "seconds": options.seconds}
     report |= {"mps_missing": obstacle, "failed": {}, "results": []}
+    out = Path(options.out or ROOT / "benchmarks" / "results" / f"packing_{device.type}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
     for setting in options.mps.split(","):
         if setting == "on" and obstacle is not None:
             print(f"MPS on: not measured, {obstacle}", flush=True)
@@ -213,9 +215,7 @@ def main() -> None:
         except WorkerDied as error:
             report["failed"][setting] = str(error)
             print(f"MPS {setting}: {error}", flush=True)
-    out = Path(options.out or ROOT / "benchmarks" / "results" / f"packing_{device.type}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+        out.write_text(json.dumps(report, indent=1) + "\n")
     raise SystemExit(1 if report["failed"] else 0)
 
 
