@@ -292,11 +292,12 @@ def _honesty(results: Sequence[Result]) -> str:
     short = sum(result.game in reference_scores() and result.steps < 100_000 for result in results)
     if short:
         sentences.append(
-            f"{short} ended before 100,000 steps: samples of what training does, not comparable with published scores."
+            f"{short} of {len(results)} ended before 100,000 steps: a sample of what training does, "
+            "not comparable with published scores."
         )
     unscored = sum((score := result.score()) is not None and not score.evaluated for result in results)
     if unscored:
-        sentences.append(f"{unscored} not evaluated: the score is of training episodes.")
+        sentences.append(f"{unscored} of {len(results)} not evaluated: the score is of the last training episodes.")
     return " ".join(sentences)
 
 
