@@ -1,6 +1,7 @@
 """What happens to whole runs: breaks on a GPU, divergence, environments that fail, the user's Ctrl-C."""
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -13,11 +14,13 @@ import time
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
 from envs.toy import Catch
 from tests.test_train import ROOT, assert_same_run, metrics_of, newest_state, run_training, words
+from tools.checkpoints import CheckpointFolder, read_checkpoint
 from tools.run import Run
 from train import main
 
@@ -64,6 +67,67 @@ def test_a_deterministic_run_on_a_gpu_resumes_bit_for_bit(tmp_path, options):
     assert again.returncode == 0, again.stderr
     assert newest_state(whole).train["world_model_optimiser"]["updates"] > 12  # captured long before the break
     assert_same_run(whole, half)
+
+
+# -------------------------------------------------------------------------------------------------------- being killed
+
+KILLS = 30
+
+
+def start_and_kill(command, folder, rng):
+    """Run until a metric line is new, and a random moment longer; True if it had to be killed."""
+    metrics = folder / "metrics.jsonl"
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        began = time.time()
+        while process.poll() is None and not (metrics.exists() and newest_step(metrics) > resumed_step(folder, began)):
+            time.sleep(0.01)
+        try:
+            _, error = process.communicate(timeout=rng.uniform(0.0, 0.6))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return True
+        assert process.returncode == 0, error.decode()
+        return False
+
+
+def newest_step(metrics):
+    whole = [line for line in metrics.read_bytes().splitlines(True) if line.endswith(b"\n")]
+    return json.loads(whole[-1])["step"] if whole else 0
+
+
+def resumed_step(folder, began):
+    """The step from which the process that began then goes on: that of the newest checkpoint before it."""
+    old = [path for path in (folder / "ckpt").glob("step_*") if path.stat().st_mtime < began]
+    return max((int(path.name[5:14]) for path in old), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
+    """SIGKILL at random moments of a real run, also inside checkpoints. Each time the newest checkpoint is sound, and
+    up to its step the metrics are those of the unbroken run; in the end everything is."""
+    options = ("--JointTrainAgent.SampleMaxSteps", 8000, "--JointTrainAgent.SaveEverySteps", 20)
+    whole = run_training(tmp_path / "whole", *options)
+    expected, rng, steps = metrics_of(whole), np.random.default_rng(0), [0]
+    assert main(words(tmp_path / "killed", *options[:1], 4, *options[2:])) == 0  # the folder, and a first checkpoint
+    (folder,) = (tmp_path / "killed").iterdir()
+    command = [sys.executable, "train.py", "--resume", str(folder), *map(str, options[:1]), str(options[1])]
+    for _ in range(KILLS):
+        assert start_and_kill(command, folder, rng)
+        cut = CheckpointFolder(folder / "ckpt").newest_sound()
+        steps.append(read_checkpoint(cut)[0].step)
+        found = [line for line in metrics_of_whole_lines(folder) if line["step"] <= steps[-1]]
+        assert found == [line for line in expected if line["step"] <= steps[-1]]
+    assert steps == sorted(steps) and len(set(steps)) > KILLS // 2
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    assert_same_run(whole, folder)
+
+
+def metrics_of_whole_lines(folder):
+    """As `metrics_of`, but of a file whose last line may be half."""
+    whole = [line for line in (folder / "metrics.jsonl").read_bytes().splitlines(True) if line.endswith(b"\n")]
+    lines = [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in whole]
+    return [line for line in lines if len(line) > 1]
 
 
 # ---------------------------------------------------------------------------------------------------------- divergence

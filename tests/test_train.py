@@ -125,32 +125,6 @@ def test_every_logged_name_is_explained(tmp_path):
     assert documented == logged - {"step"}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
-    """SIGKILL at random moments, also inside checkpoints: no metric line is lost or doubled, no weight differs."""
-    options = ("--JointTrainAgent.SampleMaxSteps", 4000, "--JointTrainAgent.SaveEverySteps", 20)
-    whole = run_training(tmp_path / "whole", *options)
-    rng = np.random.default_rng(0)
-    begin = [sys.executable, "train.py", *words(tmp_path / "killed", *options)]
-    kills = 0
-    while True:
-        folders = list((tmp_path / "killed").glob("*")) if (tmp_path / "killed").exists() else []
-        resumable = folders and (folders[0] / "config.yaml").exists()
-        command = [sys.executable, "train.py", "--resume", str(folders[0])] if resumable else begin
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            try:
-                _, error = process.communicate(timeout=rng.uniform(2.5, 4.5) if kills < 30 else 600)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                kills += 1
-                continue
-        assert process.returncode == 0, error.decode()
-        break
-    assert kills >= 10
-    assert_same_run(whole, folders[0])
-
-
 def test_same_seed_same_run_and_another_seed_another(tmp_path):
     first, second, other = (run_training(tmp_path, "--BasicSettings.Seed", seed) for seed in (1, 1, 2))
     assert_same_run(first, second)
