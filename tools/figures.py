@@ -109,7 +109,7 @@ def _draw_curve(axes: "Axes", seeds: Sequence[Result], setting: str, colour: str
             axes.fill_between(points, band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
         else:
             steps, returns = seeds[0].metrics[EPISODE_RETURN]
-            axes.scatter(steps, returns, s=5, color=colour, alpha=0.3, linewidths=0)
+            axes.scatter(steps, returns, s=16, color=colour, alpha=0.4, linewidths=0)
     evaluations = [result.metrics[EVALUATION_RETURN] for result in seeds if EVALUATION_RETURN in result.metrics]
     for i, (steps, returns) in enumerate(evaluations):
         axes.plot(steps, returns, "D", color=colour, markersize=5, markeredgecolor="black", markeredgewidth=0.6,
@@ -135,7 +135,7 @@ def game_bars(scores: Mapping[str, Mapping[str, float]], published: Sequence[str
     reference = reference_scores()
     for column in published:
         by_game = {game: _normalised(reference[game], column) for game in games if column in reference[game]}
-        series.append((names[column], by_game, PUBLISHED_COLOURS.get(column, "#b5b5b5")))
+        series += [(names[column], by_game, PUBLISHED_COLOURS[column])] if by_game else []
     figure = new_figure(8.0, max(2.0, 0.6 + len(games) * 0.2 * (len(series) + 1)))
     axes = figure.subplots()
     height = 0.8 / len(series)
