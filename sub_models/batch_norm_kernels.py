@@ -18,6 +18,7 @@ Tensor = torch.Tensor
 
 TILE = 4096  # elements that a program holds at a time
 PROGRAMS = 528  # of a sum over rows: four for each multiprocessor of an H200
+AT_ONCE = tl.constexpr(64)  # partial sums that the last program adds at a time
 
 
 @triton.jit
@@ -69,10 +70,10 @@ def _moments_kernel(
 def _sum_partials(partial_ptr, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
     """partial (P, 2, C) -> its two sums over P, (C) each."""
     channel = tl.arange(0, WIDE)
-    first = tl.zeros((16, WIDE), dtype=tl.float32)
-    second = tl.zeros((16, WIDE), dtype=tl.float32)
-    for start in range(0, PARTS, 16):
-        part = start + tl.arange(0, 16)
+    first = tl.zeros((AT_ONCE, WIDE), dtype=tl.float32)
+    second = tl.zeros((AT_ONCE, WIDE), dtype=tl.float32)
+    for start in range(0, PARTS, AT_ONCE):
+        part = start + tl.arange(0, AT_ONCE)
         mask = (part[:, None] < PARTS) & (channel[None, :] < C)
         place = partial_ptr + part[:, None] * (2 * C) + channel[None, :]
         first += tl.load(place, mask=mask, other=0.0)
