@@ -26,9 +26,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_selective_scan import CALLS_IN_GRAPH, RESULTS, copy_bandwidth, device_time, in_graph
 
-from mamba_ssm.ops.causal_conv1d import causal_conv1d_update
+from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.tiers import explain, use_tier
 from mamba_ssm.ops.triton import recurrent_step_kernels
+from mamba_ssm.ops.triton.k_activations import swiglu
 from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
 from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 from mamba_ssm.ops.triton.recurrent_step import mamba2_step, mamba_step
@@ -37,7 +38,7 @@ from mamba_ssm.testing import assert_close, to_float64
 
 Tensor = torch.Tensor
 HEADS, HEADDIM, STATE, WIDTH, D_MODEL, D_INNER, RANK = 16, 64, 16, 4, 512, 1024, 32
-ROWS = 16 * 128                                                      # of a world-model update
+BATCH, ROWS = 16, 16 * 128                                           # of a world-model update
 TILES = [(2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8), (16384, 16)]
 TOLERANCE = 6e-3                                                     # bfloat16 rows
 
@@ -96,6 +97,12 @@ def row_cases() -> list[Case]:
     stream = (leaf(ROWS, D_MODEL), weight, None, leaf(ROWS, D_MODEL, dtype=torch.float32))
     plain = (leaf(ROWS, D_MODEL), weight, None)
     gated = (leaf(ROWS, D_INNER), leaf(D_INNER, dtype=torch.float32), None, leaf(ROWS, D_INNER))
+    channels = D_INNER + 2 * STATE
+    taps = (leaf(channels, WIDTH, dtype=torch.float32), leaf(channels, dtype=torch.float32))
+    projected = draw(BATCH, ROWS // BATCH, channels + 16).narrow(2, 16, channels)         # a slice of wider rows
+    pieces = (torch.rand(BATCH, ROWS // BATCH, device="cuda") < 0.02).cumsum(dim=1, dtype=torch.int32)
+    last = (projected.transpose(1, 2).requires_grad_(), *taps, pieces, None, False, "silu")
+    first = (leaf(BATCH, channels, ROWS // BATCH), *taps, None, None, False, "silu")
     return [
         Case(
             "rms_norm residual prenorm", "layer_norm",
@@ -103,6 +110,9 @@ def row_cases() -> list[Case]:
         Case("rms_norm silu", "layer_norm", lambda *t: rms_norm_fn(*t, activation="silu"), plain, (0, 1)),
         Case(
             "gated rms_norm", "layernorm_gated", lambda *t: rmsnorm_fn(*t, norm_before_gate=False), gated, (0, 1, 3)),
+        Case("causal_conv1d B16 L128 (B, L, D), seq_idx", "causal_conv1d", causal_conv1d_fn, last, (0, 1, 2)),
+        Case("causal_conv1d B16 L128 (B, D, L)", "causal_conv1d", causal_conv1d_fn, first, (0, 1, 2)),
+        Case("swiglu", "swiglu", swiglu, (leaf(ROWS, D_INNER), leaf(ROWS, D_INNER)), (0, 1)),
     ]  # fmt: skip
 
 
@@ -167,7 +177,7 @@ def bench(case: Case, bandwidth: float, repeats: int) -> dict:
             "floor_ms": round(floor, 5), "graph_over_floor": round(graph["median_ms"] / floor, 2),
         }  # fmt: skip
         print(
-            f"{case.name:38} {name:17} graph {graph['median_ms']:.4f} launched "
+            f"{case.name:42} {name:17} graph {graph['median_ms']:.4f} launched "
             f"{result[name]['launched']['median_ms']:.4f} plain graph {reference['median_ms']:.4f} "
             f"floor {floor:.4f} ms", flush=True,
         )  # fmt: skip

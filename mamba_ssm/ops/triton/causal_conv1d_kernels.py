@@ -16,7 +16,7 @@ from mamba_ssm.ops.causal_conv1d import causal_conv1d_window
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, silu_slope
-from mamba_ssm.ops.triton.launch import define, differentiate
+from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_power_of_two
 
 Tensor = torch.Tensor
 
@@ -101,7 +101,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _backward_kernel(
-    dout_ptr, x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, dx_ptr, dinitial_ptr, dweight_ptr,
+    dout_ptr, x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, dx_ptr, dinitial_ptr, dweight_ptr, dbias_ptr,
     channels, length, programs_of_row, stride_gb, stride_gd, stride_gl, stride_xb, stride_xd, stride_xl,
     stride_ob, stride_od, stride_ol, stride_wd, stride_ww, stride_sb, stride_sl, stride_ib, stride_id, stride_il,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr,
@@ -115,7 +115,8 @@ def _backward_kernel(
     x_ptr += b * stride_xb
     seq_ptr += b * stride_sb
     initial_ptr += b * stride_ib
-    sums = tl.zeros((BLOCK_D, BLOCK_W), tl.float32)                                        # dw, and the bias's at W
+    sums = tl.zeros((BLOCK_D, BLOCK_W), tl.float32)
+    bias_sums = tl.zeros((BLOCK_D,), tl.float32)
     for block in range(BLOCKS):
         first = ((tl.program_id(0) % programs_of_row) * BLOCKS + block) * BLOCK_L
         row = (first + tl.arange(0, BLOCK_L)).to(tl.int64)
@@ -148,14 +149,16 @@ def _backward_kernel(
                     )  # fmt: skip
                     sums += tl.where((k == W - 1 - j)[None, :], tl.sum(dp * x, axis=1)[:, None], 0.0)
                 if HAS_BIAS:
-                    sums += tl.where((k == W)[None, :], tl.sum(dp, axis=1)[:, None], 0.0)
+                    bias_sums += tl.sum(dp, axis=1)
         cell = dx_ptr + b * stride_ob + d[:, None] * stride_od + row[None, :] * stride_ol
         tl.store(cell, dx.to(dx_ptr.dtype.element_ty), mask=live[:, None] & ((row >= 0) & (row < length))[None, :])
         if HAS_INITIAL:
             cell = dinitial_ptr + (b * channels + d)[:, None] * (W - 1) + (row + W - 1)[None, :]
             tl.store(cell, dx.to(dinitial_ptr.dtype.element_ty), mask=live[:, None] & (row < 0)[None, :])
-    cell = dweight_ptr + (tl.program_id(0).to(tl.int64) * channels + d)[:, None] * (W + 1) + k[None, :]
-    tl.store(cell, sums, mask=live[:, None] & (k <= W)[None, :])
+    place = tl.program_id(0).to(tl.int64) * channels + d
+    tl.store(dweight_ptr + place[:, None] * W + k[None, :], sums, mask=live[:, None] & (k < W)[None, :])
+    if HAS_BIAS:
+        tl.store(dbias_ptr + place, bias_sums, mask=live)
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
@@ -165,7 +168,7 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
 def _tile(x: Tensor) -> tuple[int, int]:
     """BLOCK_D and BLOCK_L."""
     most_d, most_l = CHANNELS_LAST if x.stride(1) == 1 else CHANNELS_FIRST
-    return min(most_d, triton.next_power_of_2(x.shape[1])), min(most_l, triton.next_power_of_2(x.shape[2]))
+    return min(most_d, next_power_of_two(x.shape[1])), min(most_l, next_power_of_two(x.shape[2]))
 
 
 def _launch_forward(
@@ -176,7 +179,7 @@ def _launch_forward(
         return out
     batch, channels, length = x.shape
     block_d, block_l = _tile(x)
-    _forward_kernel[(batch * triton.cdiv(length, block_l), triton.cdiv(channels, block_d))](
+    _forward_kernel[(batch * ceil_div(length, block_l), ceil_div(channels, block_d))](
         x, weight, None if bias is None else bias.contiguous(), x if seq_idx is None else seq_idx,
         x if initial_states is None else initial_states, out,
         channels, length, *x.stride(), *out.stride(), *weight.stride(), *_strides(seq_idx, 2),
@@ -197,25 +200,23 @@ def _launch_backward(
     batch, channels, length = x.shape
     width = weight.shape[1]
     block_d, block_l = _tile(x)
-    blocks = triton.cdiv(length + (0 if initial_states is None else width - 1), block_l)
-    grid_d = triton.cdiv(channels, block_d)
-    of_program = min(triton.next_power_of_2(blocks), triton.next_power_of_2(-(-batch * blocks * grid_d // PROGRAMS)))
-    of_row = triton.cdiv(blocks, of_program)
-    sums = torch.empty((batch * of_row, channels, width + 1), dtype=torch.float32, device=x.device)
+    blocks = ceil_div(length + (0 if initial_states is None else width - 1), block_l)
+    grid_d = ceil_div(channels, block_d)
+    of_program = min(next_power_of_two(blocks), next_power_of_two(-(-batch * blocks * grid_d // PROGRAMS)))
+    of_row = ceil_div(blocks, of_program)
+    sums = torch.empty((batch * of_row, channels, width), dtype=torch.float32, device=x.device)
+    bias_sums = sums if bias is None else torch.empty(sums.shape[:2], dtype=torch.float32, device=x.device)
     _backward_kernel[(batch * of_row, grid_d)](
         dout, x, weight, None if bias is None else bias.contiguous(), x if seq_idx is None else seq_idx,
-        x if initial_states is None else initial_states, dx, dinitial, sums,
+        x if initial_states is None else initial_states, dx, dinitial, sums, bias_sums,
         channels, length, of_row, *dout.stride(), *x.stride(), *dx.stride(), *weight.stride(), *_strides(seq_idx, 2),
         *_strides(initial_states, 3),
         W=width, HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None, HAS_INITIAL=initial_states is not None,
-        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, BLOCK_W=triton.next_power_of_2(width + 1),
+        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, BLOCK_W=next_power_of_two(width),
         num_warps=4,
     )  # fmt: skip
-    totals = sums.sum(dim=0)                                                               # (D, W+1)
-    dweight.copy_(totals[:, :width])
-    if bias is not None:
-        dbias.copy_(totals[:, width])
-    return dx, dweight, dbias, dinitial
+    dweight = sums.sum(dim=0).to(weight.dtype)                                             # (D, W)
+    return dx, dweight, dbias if bias is None else bias_sums.sum(dim=0).to(bias.dtype), dinitial
 
 
 def _fake_backward(dout, x, weight, bias, seq_idx, initial_states, silu):
@@ -327,13 +328,13 @@ def _launch_update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor |
     out = torch.empty((batch, channels), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    block = min(UPDATE_BLOCK, triton.next_power_of_2(channels))
+    block = min(UPDATE_BLOCK, next_power_of_two(channels))
     window, width = conv_state.shape[2], weight.shape[1]
-    _update_kernel[(batch, triton.cdiv(channels, block))](
+    _update_kernel[(batch, ceil_div(channels, block))](
         x, conv_state, weight, None if bias is None else bias.contiguous(), out,
         channels, *x.stride(), conv_state.stride(0), *weight.stride(),
         STRIDE_D=conv_state.stride(1), STRIDE_S=conv_state.stride(2), W=width, S=window,
-        BLOCK_S=triton.next_power_of_2(max(window, 1)), HAS_BIAS=bias is not None, SILU=silu, BLOCK_D=block,
+        BLOCK_S=next_power_of_two(max(window, 1)), HAS_BIAS=bias is not None, SILU=silu, BLOCK_D=block,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import triton.language as tl
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, silu_slope
-from mamba_ssm.ops.triton.launch import define, differentiate
+from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate
 
 Tensor = torch.Tensor
 
@@ -49,7 +49,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
-    return x.shape[0], triton.cdiv(x.shape[1], BLOCK)
+    return x.shape[0], ceil_div(x.shape[1], BLOCK)
 
 
 def _launch_forward(x: Tensor, y: Tensor | None) -> Tensor:

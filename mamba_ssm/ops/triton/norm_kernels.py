@@ -17,7 +17,7 @@ import triton.language as tl
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, silu_slope
-from mamba_ssm.ops.triton.launch import define, differentiate
+from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_power_of_two
 
 Tensor = torch.Tensor
 
@@ -149,7 +149,7 @@ def _norm_backward_kernel(
 
 def _blocks(channels: int) -> dict[str, int]:
     """Rows and channels of one block, and the warps that hold it."""
-    block_d = triton.next_power_of_2(channels)
+    block_d = next_power_of_two(channels)
     block_m = max(1, min(16, TILE // block_d))
     return {"BLOCK_M": block_m, "BLOCK_D": block_d, "num_warps": max(1, min(16, block_m * block_d // 512))}
 
@@ -175,7 +175,7 @@ def _launch_forward(
         return out, stream, stats
     x, residual, z = _dense_rows(x), _dense_rows(residual), _dense_rows(z)
     blocks = _blocks(channels)
-    _norm_forward_kernel[(triton.cdiv(rows, blocks["BLOCK_M"]), groups)](
+    _norm_forward_kernel[(ceil_div(rows, blocks["BLOCK_M"]), groups)](
         x, weight.contiguous(), None if bias is None else bias.contiguous(), residual, z, out, stream, stats,
         rows, _stride(x), _stride(residual), _stride(z), eps,
         G=groups, D=channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
@@ -204,8 +204,8 @@ def _launch_backward(
     if rows == 0:
         return dx, dresidual, dz, dweight.zero_(), dbias.zero_()
     blocks = _blocks(channels)
-    of_program = triton.next_power_of_2(triton.cdiv(rows, PROGRAMS * blocks["BLOCK_M"]))   # few kernels for all sizes
-    programs = triton.cdiv(rows, of_program * blocks["BLOCK_M"])
+    of_program = next_power_of_two(ceil_div(rows, PROGRAMS * blocks["BLOCK_M"]))   # few kernels for all sizes
+    programs = ceil_div(rows, of_program * blocks["BLOCK_M"])
     sums = torch.empty((2 if bias is not None else 1, programs, x.shape[1]), dtype=torch.float32, device=x.device)
     dout, dstream, x, residual, z = (_dense_rows(tensor) for tensor in (dout, dstream, x, residual, z))
     _norm_backward_kernel[(programs, groups)](
@@ -216,11 +216,8 @@ def _launch_backward(
         HAS_DSTREAM=dstream is not None, SPLIT=residual_dtype is not None, GATE=gate, RMS=rms, FROM_ONE=from_one,
         SILU=silu, BLOCKS=of_program, **blocks,
     )  # fmt: skip
-    totals = sums.sum(dim=1)
-    dweight.copy_(totals[0])
-    if bias is not None:
-        dbias.copy_(totals[1])
-    return dx, dresidual, dz, dweight, dbias
+    dweight = sums[0].sum(dim=0).to(weight.dtype)
+    return dx, dresidual, dz, dweight, dbias if bias is None else sums[1].sum(dim=0).to(bias.dtype)
 
 
 def _fake_backward(

@@ -18,7 +18,7 @@ from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.causal_conv1d_kernels import convolve_one
 from mamba_ssm.ops.triton.jit_math import silu, softplus
-from mamba_ssm.ops.triton.launch import define
+from mamba_ssm.ops.triton.launch import define, next_power_of_two
 from mamba_ssm.ops.triton.selective_state_update_kernels import run_state_update
 
 Tensor = torch.Tensor
@@ -117,9 +117,9 @@ def _mamba2_step_kernel(
 
 def step_blocks(programs: int, channels: int, size: int) -> tuple[int, int]:
     """Channels of one block and warps of one program, for groups of `channels` with states of `size`."""
-    block_n = triton.next_power_of_2(size)
+    block_n = next_power_of_two(size)
     tile = TILE if programs >= MANY_PROGRAMS else LONE_TILE
-    block = min(triton.next_power_of_2(channels), max(tile // block_n, 16))
+    block = min(next_power_of_two(channels), max(tile // block_n, 16))
     return block, max(1, min(16, block * block_n // WARP_TILE))
 
 
@@ -146,7 +146,7 @@ def _launch_mamba2_step(
         H=heads, P=headdim, G=groups, N=size, W=conv_weight.shape[1], S=conv_state.shape[2],
         HAS_BIAS=conv_bias is not None, D_OF_CHANNEL=D.dim() == 2,
         LIMITED=dt_min > 0.0 or dt_max < float("inf"), NORM=norm,
-        BLOCK_C=block, BLOCK_N=triton.next_power_of_2(size), BLOCK_S=triton.next_power_of_2(conv_state.shape[2]),
+        BLOCK_C=block, BLOCK_N=next_power_of_two(size), BLOCK_S=next_power_of_two(conv_state.shape[2]),
         num_warps=num_warps,
     )  # fmt: skip
     return out

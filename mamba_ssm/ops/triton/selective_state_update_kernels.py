@@ -10,7 +10,7 @@ import triton.language as tl
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, softplus
-from mamba_ssm.ops.triton.launch import define
+from mamba_ssm.ops.triton.launch import ceil_div, define, next_power_of_two
 
 Tensor = torch.Tensor
 
@@ -109,10 +109,10 @@ def _launch(
     batch, size, headed = x.shape[0], state.shape[-1], x.dim() == 3
     channels = out.numel() // batch
     B, C = (weight.unsqueeze(1) if weight.dim() == 2 else weight for weight in (B, C))     # (B, G, N)
-    block_n = triton.next_power_of_2(size)
-    block_c = min(triton.next_power_of_2(channels), max(TILE // block_n, 4))
+    block_n = next_power_of_two(size)
+    block_c = min(next_power_of_two(channels), max(TILE // block_n, 4))
     rows = ROWS if batch >= MANY_ROWS else 1
-    _state_update_kernel[(triton.cdiv(batch, rows), triton.cdiv(channels, block_c))](
+    _state_update_kernel[(ceil_div(batch, rows), ceil_div(channels, block_c))](
         state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, out,
         batch, channels, x.shape[2] if headed else channels, channels // B.shape[1], channels // C.shape[1],
         *_with_head(state.stride(), headed, 1), *_with_head(x.stride(), headed, 1), *_with_head(dt.stride(), headed, 1),
