@@ -19,13 +19,15 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_fuse(norm: nn.Module, act: nn.Module | None, rows: Tensor) -> bool:
-    """Whether `batch_norm_silu` computes norm and act: a batch norm with running statistics, SiLU, on a GPU."""
+    """Whether `batch_norm_silu` computes norm and act: a batch norm with running statistics, SiLU, on a GPU; outside of
+    training only where nothing is differentiated."""
     return (
         isinstance(norm, nn.BatchNorm2d)
         and norm.affine
         and norm.track_running_stats
         and norm.momentum is not None
         and isinstance(act, nn.SiLU)
+        and (norm.training or not torch.is_grad_enabled())
         and rows.is_cuda
         and rows.dtype in FUSED_DTYPES
         and NO_KERNELS is None

@@ -84,6 +84,10 @@ def test_what_is_fused():
         assert not can_fuse(other, nn.SiLU(), rows)
     assert not can_fuse(norm, nn.ReLU(), rows) and not can_fuse(norm, None, rows)
     assert not can_fuse(norm, nn.SiLU(), rows.double())
+    norm.eval()
+    assert not can_fuse(norm, nn.SiLU(), rows)  # its gradient would be lost
+    with torch.no_grad():
+        assert can_fuse(norm, nn.SiLU(), rows) == ON_GPU
 
 
 @pytest.mark.gpu
