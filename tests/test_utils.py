@@ -213,10 +213,11 @@ def test_mutated_files_give_only_clean_errors(tmp_path_factory, data):
         assert str(error).isprintable()
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_mutated_run_configurations_give_only_clean_errors(tmp_path, count):
     """A run's config.yaml: one line that names the file, or a configuration."""
-    path, original, rng = tmp_path / "config.yaml", config_to_yaml(load()).encode(), random.Random(4)
+    original = yaml.safe_dump(config_to_dict(load()), default_flow_style=True).encode()  # read twice as fast as ours
+    path, rng = tmp_path / "config.yaml", random.Random(4)
     refused = 0
     for _ in range(count):
         path.write_bytes(mutated(original, rng))
