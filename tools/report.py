@@ -41,6 +41,7 @@ PUBLISHED = {
     "dreamerv3_2025": "DreamerV3",
     "storm": "STORM",
 }
+METHODS = [column for column in PUBLISHED if column not in ("random", "human")]
 BARS = ("drama_mamba2", "dreamerv3_2025")
 BEGIN, END = "<!-- results: made by eval.py, do not edit -->", "<!-- end of results -->"
 PICTURED_RUNS = 12  # whose sample pictures go into the page
@@ -213,12 +214,12 @@ def aggregate_table(benchmark: Benchmark, estimates: Mapping[str, Mapping[str, E
         rows.append([f"{setting} (this repository)", str(games), str(runs), *(_estimate(found[m]) for m in MEASURES)])
     reference = reference_scores()
     games = benchmark.games()
-    for column, name in PUBLISHED.items():
+    for column in METHODS:
         known = [game for game in games if column in reference[game]]
-        if column not in ("random", "human") and known:
+        if known:
             values = [human_normalised_score(game, reference[game][column]) for game in known]
             mean, median = f"{np.mean(values):.3f}", f"{np.median(values):.3f}"
-            rows.append([name, f"{len(known)}", "-", mean, median, "-", "-"])
+            rows.append([PUBLISHED[column], f"{len(known)}", "-", mean, median, "-", "-"])
     note = (
         "Over these games only, human-normalised; 95 % stratified bootstrap intervals over seeds, none for one seed. "
         "Seeds: those that every game has. Published methods: from their mean scores, so IQM and optimality gap, which "
@@ -233,10 +234,22 @@ def _estimate(estimate: Estimate) -> str:
 
 
 def improvement_table(benchmark: Benchmark) -> Table:
-    """P(X > Y) of every pair of settings."""
-    matrices = benchmark.matrices()
-    rows = [[x, y, _estimate(probability_of_improvement(matrices[x], matrices[y]))] for x, y in benchmark.comparable()]
-    return Table("Probability of improvement", ["X", "Y", "P(X > Y)"], rows)
+    """P(X > Y) of every pair of settings, and of each setting against published means."""
+    matrices, reference = benchmark.matrices(), reference_scores()
+    rows = [
+        [x, y, str(matrices[x].shape[1]), _estimate(probability_of_improvement(matrices[x], matrices[y]))]
+        for x, y in benchmark.comparable()
+    ]
+    for setting, by_game in benchmark.scores.items():
+        for column in METHODS:
+            known = [game for game in by_game if column in reference[game]]
+            if known:
+                ours = score_matrix({game: by_game[game] for game in known})
+                theirs = np.array([[human_normalised_score(game, reference[game][column]) for game in known]])
+                found = _estimate(probability_of_improvement(ours, theirs))
+                rows.append([setting, f"{PUBLISHED[column]}, mean", str(len(known)), found])
+    note = "Chance that a run of X beats one of Y, mean over games. Of a published method only its mean is known."
+    return Table("Probability of improvement", ["X", "Y", "games", "P(X > Y)"], rows, note)
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -319,8 +332,7 @@ def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
         Picture("Aggregates", "figures/aggregates.png", figures.aggregate_intervals(estimates)),
         Picture("Performance profiles", "figures/profiles.png", figures.performance_profiles(profiles, THRESHOLDS)),
     ]
-    tables = [aggregate_table(benchmark, estimates)]
-    tables += [improvement_table(benchmark)] if benchmark.comparable() else []
+    tables = [aggregate_table(benchmark, estimates), improvement_table(benchmark)]
     return [*sections, Section("Aggregates", "", tables, drawn)]
 
 
