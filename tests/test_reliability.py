@@ -106,7 +106,7 @@ def resumed_step(folder, began):
 def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
     """SIGKILL at random moments of a real run, also inside checkpoints. Each time the newest checkpoint is sound, and
     up to its step the metrics are those of the unbroken run; in the end everything is."""
-    options = ("--JointTrainAgent.SampleMaxSteps", 8000, "--JointTrainAgent.SaveEverySteps", 20)
+    options = ("--JointTrainAgent.SampleMaxSteps", 3000, "--JointTrainAgent.SaveEverySteps", 20)
     whole = run_training(tmp_path / "whole", *options)
     expected, rng, steps = metrics_of(whole), np.random.default_rng(0), [0]
     assert main(words(tmp_path / "killed", *options[:1], 4, *options[2:])) == 0  # the folder, and a first checkpoint
