@@ -387,12 +387,17 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def seed_everything(seed: int, deterministic: bool, device: torch.device) -> None:
-    """Seed Python, numpy and torch. deterministic: operations without a deterministic form raise instead of running."""
+def prepare_determinism(deterministic: bool, device: torch.device) -> None:
+    """What has to be said before a process uses CUDA, for cuBLAS reads it then."""
     if deterministic and device.type == "cuda":
         if torch.cuda.is_initialized() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
             raise RuntimeError("Deterministic: CUDA is in use already; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def seed_everything(seed: int, deterministic: bool, device: torch.device) -> None:
+    """Seed Python, numpy and torch. deterministic: operations without a deterministic form raise instead of running."""
+    prepare_determinism(deterministic, device)
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic                  # fixed shapes: the search pays off once

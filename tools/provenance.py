@@ -22,10 +22,10 @@ def provenance(device: torch.device | None = None) -> dict[str, dict[str, str | 
     return {"versions": versions(), "hardware": hardware(device), "commit": commit()}
 
 
-def origin() -> bytes:
-    """The content of a run's origin.json: the command of this process and its provenance."""
+def origin(device: torch.device) -> bytes:
+    """The content of a run's origin.json: the command of this process and its provenance, on `device`."""
     command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    return json.dumps({"command": command, **provenance()}, indent=1).encode()
+    return json.dumps({"command": command, **provenance(device)}, indent=1).encode()
 
 
 def versions() -> dict[str, str]:

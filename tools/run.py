@@ -52,7 +52,14 @@ from tools.checkpoints import (
 )
 from tools.pictures import save_mp4, save_png
 from tools.provenance import ORIGIN, origin
-from utils import RUN_CONFIG_NAME, config_from_file, config_to_dict, config_to_yaml
+from utils import (
+    RUN_CONFIG_NAME,
+    config_from_file,
+    config_to_dict,
+    config_to_yaml,
+    prepare_determinism,
+    resolve_device,
+)
 
 logger = logging.getLogger("drama.tools")
 
@@ -409,9 +416,11 @@ def open_run(config: Any, resume: str | Path | None = None) -> "Run":
     try:
         if resume is not None:
             return Run(Path(resume), config, resumed=True)
+        device = resolve_device(config.BasicSettings.Device)
+        prepare_determinism(config.BasicSettings.Deterministic, device)  # naming the GPU starts CUDA
         folder = _new_folder(config)
         write_atomic(folder / RUN_CONFIG_NAME, config_to_yaml(config).encode())
-        write_atomic(folder / ORIGIN, origin())
+        write_atomic(folder / ORIGIN, origin(device))
         return Run(folder, config, resumed=False)
     except OSError as error:
         raise RunError(f"{place}: no run can be stored there ({error_reason(error)})") from None
