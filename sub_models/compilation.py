@@ -1,5 +1,6 @@
 """Which functions go through torch.compile, and how: the same for world model and agents."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,4 +12,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises (when called): torch's own error, where the function can't become one program.
     """
+    # The compiler says so once for each long reduction; nobody can act on it.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
     return torch.compile(function, fullgraph=True, dynamic=False, options={"fallback_random": True})
