@@ -2,7 +2,7 @@
 
     python benchmarks/bench_selective_scan.py                   # on the GPU if there is one, else on the CPU
     python benchmarks/bench_selective_scan.py --device cpu --threads 2
-    python benchmarks/bench_selective_scan.py --profile         # also the time of each kernel, spread in two ways
+    python benchmarks/bench_selective_scan.py --profile         # also the time of each kernel
 
 Figures are medians of at least 20 repeats after warm-up, with the 10th and 90th percentile, of the forward pass and of
 forward + backward with D, z, delta_bias and softplus. On a GPU: launched from Python one call at a time, and ten calls
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
 import statistics
@@ -168,7 +167,9 @@ def least_bytes(shape: tuple[int, int, int, int], dtype: torch.dtype) -> dict[st
     return {"forward": forward, "forward_backward": forward + 7 * rows + 2 * projections}
 
 
-def bench_shape(shape: tuple, dtype: torch.dtype, published: dict, bandwidth: float, repeats: int) -> dict:
+def bench_shape(
+    shape: tuple, dtype: torch.dtype, published: dict, bandwidth: float, repeats: int, profile: bool
+) -> dict:
     inputs = selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda")
     result = {"shape": dict(zip("BDLN", shape, strict=True)), "dtype": str(dtype).removeprefix("torch.")}
     for name, call in passes(inputs).items():
@@ -179,6 +180,8 @@ def bench_shape(shape: tuple, dtype: torch.dtype, published: dict, bandwidth: fl
             "launched": launched, "graph": graph, "floor_ms": round(floor, 5), "published_ms": published[name],
             "graph_over_floor": round(graph["median_ms"] / floor, 2),
         }  # fmt: skip
+        if profile:
+            result[name]["kernels_us"] = kernel_times(call)
     return result
 
 
@@ -201,12 +204,12 @@ def bench_memory() -> dict:
     }  # fmt: skip
 
 
-def bench_gpu(repeats: int) -> dict:
+def bench_gpu(repeats: int, profile: bool) -> dict:
     bandwidth = copy_bandwidth()
     shapes = []
     for *shape, dtype, forward, both in GPU_SHAPES:
         published = {"forward": forward, "forward_backward": both}
-        shapes.append(bench_shape(tuple(shape), dtype, published, bandwidth, repeats))
+        shapes.append(bench_shape(tuple(shape), dtype, published, bandwidth, repeats, profile))
         print_shape(shapes[-1])
     return {"copy_TB_s": round(bandwidth / 1e12, 2), "shapes": shapes, "memory": bench_memory()}
 
@@ -217,7 +220,7 @@ def print_shape(result: dict) -> None:
         figures = result[name]
         times = " ".join(f"{kind} {figures[kind]['median_ms']:.4f}" for kind in ("graph", "launched"))
         print(f"{label:24} {result['dtype']:9} {name:17} {times} floor {figures['floor_ms']:.4f} "
-              f"published {figures['published_ms']} ms", flush=True)  # fmt: skip
+              f"published {figures['published_ms']} ms {figures.get('kernels_us', '')}", flush=True)  # fmt: skip
 
 
 def kernel_times(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
@@ -234,25 +237,12 @@ def kernel_times(call: Callable[[], object], repeats: int = 10) -> dict[str, flo
     return found
 
 
-def compare_spreads(repeats: int) -> None:
-    """Both ways to spread 16 states and less over threads, at each shape: print-out for tuning scan_plan.cpp."""
-    for *shape, dtype, _, _ in GPU_SHAPES:
-        calls = passes(selective_scan_inputs(*shape, optional=OPTIONAL, dtype=dtype, device="cuda"))
-        for channels in ("1", "2"):
-            os.environ["MAMBA_SCAN_CHANNELS"] = channels
-            graphs = (device_time(in_graph(call), repeats, CALLS_IN_GRAPH) for call in calls.values())
-            forward, both = (figures["median_ms"] for figures in graphs)
-            kernels = kernel_times(calls["forward_backward"])
-            print(f"{shape} {dtype} {channels} a lane: {forward:.4f} {both:.4f} ms, {kernels} us", flush=True)
-    del os.environ["MAMBA_SCAN_CHANNELS"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--profile", action="store_true", help="print each kernel's time, spread in two ways (GPU)")
+    parser.add_argument("--profile", action="store_true", help="also each kernel's time (GPU)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if (report := explain("selective_scan", options.device)).missing:
@@ -260,14 +250,13 @@ def main() -> None:
     check_first(options.device)
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     result = {"device": name, "torch": torch.__version__, "python": platform.python_version()}
-    result |= bench_cpu(options.repeats) if options.device == "cpu" else bench_gpu(options.repeats)
+    on_cpu = options.device == "cpu"
+    result |= bench_cpu(options.repeats) if on_cpu else bench_gpu(options.repeats, options.profile)
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"selective_scan_{name.lower().replace(' ', '_')}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result if options.device == "cpu" else result["memory"], indent=1))
     print(f"written: {target}")
-    if options.profile and options.device == "cuda":
-        compare_spreads(options.repeats // 2)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,13 @@ bool any_requires_grad(std::initializer_list<const at::Tensor*> tensors) {
   return false;
 }
 
+const auto& forward_operator() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mamba_ssm_native::selective_scan_forward", "")
+                             .typed<decltype(selective_scan_forward)>();
+  return op;
+}
+
 // The public operator: brings activations to their widest dtype and parameters to float32 (float64 beside float64).
 std::tuple<at::Tensor, at::Tensor> selective_scan(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                   const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
@@ -53,13 +60,11 @@ std::tuple<at::Tensor, at::Tensor> selective_scan(const at::Tensor& u, const at:
   const auto real = dtype == at::kDouble ? at::kDouble : at::kFloat;
   const auto state = A.is_complex() ? at::toComplexType(real) : real;
   const bool save_states = any_requires_grad({&u, &delta, &A, &B, &C, &skip, &gate, &bias, &initial});
-  static const auto forward = c10::Dispatcher::singleton()
-                                  .findSchemaOrThrow("mamba_ssm_native::selective_scan_forward", "")
-                                  .typed<decltype(selective_scan_forward)>();
   auto [out, last_state, states] =
-      forward.call(cast(u, dtype), cast(delta, dtype), cast(A, state), cast(B, variable_B ? dtype : state),
-                   cast(C, variable_C ? dtype : state), optional(cast(skip, real)), optional(cast(gate, dtype)),
-                   optional(cast(bias, real)), delta_softplus, seq_idx, optional(cast(initial, state)), save_states);
+      forward_operator().call(cast(u, dtype), cast(delta, dtype), cast(A, state), cast(B, variable_B ? dtype : state),
+                              cast(C, variable_C ? dtype : state), optional(cast(skip, real)),
+                              optional(cast(gate, dtype)), optional(cast(bias, real)), delta_softplus, seq_idx,
+                              optional(cast(initial, state)), save_states);
   return {cast(out, u.scalar_type()), last_state};
 }
 
@@ -70,11 +75,8 @@ class SelectiveScanFunction : public torch::autograd::Function<SelectiveScanFunc
                                const OptionalTensor& delta_bias, bool delta_softplus, const OptionalTensor& seq_idx,
                                const OptionalTensor& initial_state, bool save_states) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("mamba_ssm_native::selective_scan_forward", "")
-                               .typed<decltype(selective_scan_forward)>();
-    auto [out, last_state, states] = op.call(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx,
-                                             initial_state, save_states);
+    auto [out, last_state, states] = forward_operator().call(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx,
+                                                             initial_state, save_states);
     ctx->save_for_backward({u, delta, A, B, C, given(D), given(z), given(delta_bias), given(seq_idx),
                             given(initial_state), states});
     ctx->saved_data["delta_softplus"] = delta_softplus;
@@ -112,6 +114,12 @@ ForwardResult forward_with_autograd(const at::Tensor& u, const at::Tensor& delta
                                     const OptionalTensor& z, const OptionalTensor& delta_bias, bool delta_softplus,
                                     const OptionalTensor& seq_idx, const OptionalTensor& initial_state,
                                     bool save_states) {
+  const auto skip = given(D), gate = given(z), bias = given(delta_bias), initial = given(initial_state);
+  if (!any_requires_grad({&u, &delta, &A, &B, &C, &skip, &gate, &bias, &initial})) {  // a node would only cost time
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_operator().call(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state,
+                                   save_states);
+  }
   auto results = SelectiveScanFunction::apply(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx,
                                               initial_state, save_states);
   return {results[0], results[1], results[2]};

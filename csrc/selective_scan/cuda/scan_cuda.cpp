@@ -45,11 +45,15 @@ int as_int(int64_t size, const char* name) {
   return int(size);
 }
 
+// Of the first device that is asked for: it decides no more than how fast a scan is.
 int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  static const int found = [] {
+    int device = 0, count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+  }();
+  return found;
 }
 
 void check(cudaError_t error, const char* what) {

@@ -1,22 +1,23 @@
 // Which instantiation of the kernels runs a scan, and how many blocks it takes.
 #include "scan_cuda.h"
 
-#include <cstdlib>
-
 namespace mamba_ssm::cuda {
 namespace {
 
 struct Shape {
   int states, lanes, channels, warps;
 };
-// The order is that of dispatch() in scan_common.cuh. Two channels for each lane halve the shared-memory reads of B and
-// C, which bind a scan of one; they need enough channels to fill the GPU.
+// The order is that of dispatch() in scan_common.cuh.
 constexpr Shape kShapes[] = {
     {4, 4, 2, 2}, {4, 4, 1, 2},                                                             // real, kFast
     {4, 4, 1, 2}, {4, 1, 1, 2}, {4, 16, 1, 4}, {4, 32, 1, 2}, {8, 32, 1, 1},                // real
     {2, 8, 1, 2}, {2, 32, 1, 2}, {4, 32, 1, 1}, {8, 32, 1, 1},                              // complex
 };
 constexpr int kFirstGeneral = 2, kFirstComplex = 7;
+// Two channels for each lane halve the shared-memory reads of B and C, and the sums over blocks, but also the warps. They
+// gain where that leaves three blocks for each multiprocessor (H200, forward + backward in ms, one against two a lane,
+// 16 states: B16 L128 D1024 bf16 0.096, 0.085, fp32 0.108, 0.102; B8 L2048 D1536 bf16 1.08, 1.17, fp32 1.23, 1.39).
+constexpr int kBlocksForTwo = 3;
 
 Plan plan_for(const Arguments& p, int index) {
   const Shape& shape = kShapes[index];
@@ -43,8 +44,8 @@ Plan make_plan(const Arguments& p) {
     return plan_for(p, kFirstComplex + index);
   }
   if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C() && p.aligned) {
-    const char* channels = std::getenv("MAMBA_SCAN_CHANNELS");   // for benchmarks
-    return plan_for(p, channels && channels[0] == '2' ? 0 : 1);
+    const Plan two = plan_for(p, 0);
+    return int64_t(two.parts) * p.batch >= kBlocksForTwo * int64_t(p.multiprocessors) ? two : plan_for(p, 1);
   }
   const int index = p.state <= 4 ? 1 : p.state <= 16 ? 0 : p.state <= 64 ? 2 : p.state <= 128 ? 3 : 4;
   return plan_for(p, kFirstGeneral + index);

@@ -460,13 +460,12 @@ def test_drama_shape(cuda, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels_of_a_lane", ["1", "2"])
+@pytest.mark.parametrize("batch", [3, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("state", "length", "groups"), [(5, 8, None), (8, 40, 2), (16, 72, 2), (16, 256, None)])
-def test_rows_of_whole_vectors(cuda, monkeypatch, channels_of_a_lane, dtype, state, length, groups):
-    """Rows of a multiple of 16 bytes have kernels of their own, which fetch a tile ahead."""
-    monkeypatch.setenv("MAMBA_SCAN_CHANNELS", channels_of_a_lane)
-    inputs = selective_scan_inputs(3, 70, length, state, groups, optional=OPTIONAL, dtype=dtype, device=cuda)
+def test_rows_of_whole_vectors(cuda, batch, dtype, state, length, groups):
+    """Rows of a multiple of 16 bytes have kernels of their own, which fetch a tile ahead; large batches have theirs."""
+    inputs = selective_scan_inputs(batch, 70, length, state, groups, optional=OPTIONAL, dtype=dtype, device=cuda)
     check(inputs, dtype, **SCAN)
 
 
