@@ -124,7 +124,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_convolutions: needs a CUDA device")
-    report = {**provenance(), "frames": options.frames, "results": measure(options.variants, options.frames, options.repeats)}
+    results = measure(options.variants, options.frames, options.repeats)
+    report = {**provenance(), "frames": options.frames, "results": results}
     name = torch.cuda.get_device_name().lower().replace(" ", "_")
     out = Path(options.out or RESULTS / f"convolutions_{name}.json")
     out.write_text(json.dumps(report, indent=1) + "\n")
