@@ -10,6 +10,7 @@ W convolution width, M model width.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
 from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx, sequence_pieces, sequence_starts, without_autocast
-from mamba_ssm.ops.tiers import implementation, register, register_operator
-from mamba_ssm.ops.triton.launch import register_triton
+from mamba_ssm.ops.tiers import implementation, register, register_operator, register_unavailable
+from mamba_ssm.ops.triton.launch import register_triton, why_not
 from mamba_ssm.ops.triton.layernorm_gated import rms_norm_ref, rmsnorm_fn
 from mamba_ssm.ops.triton.ssd_bmm import bmm_chunk
 from mamba_ssm.ops.triton.ssd_chunk_scan import chunk_scan
@@ -327,6 +328,153 @@ def _split_conv1d_scan_reference(*arguments):
 
 
 register("mamba_split_conv1d_scan_combined", "reference", _split_conv1d_scan_reference)
+
+
+class _SplitConv1dScan(torch.autograd.Function):
+    """`_split_conv1d_scan` without its bypass that keeps its inputs and the scan's output: backward runs convolution
+    and gated norm again, and the scan's own backward, but neither the scan nor the projection.
+
+    tensors: zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, rmsnorm_weight, outproj_weight,
+    outproj_bias; options: what is not differentiated. -> out, and the final states (empty if not asked for)."""
+
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, initial_states, norm_weight, out_weight, out_bias = tensors
+        z, xBC, dt = _split_parts(options, zxbcdt, conv_weight, D)
+        x, B, C = _convolved(options, xBC, conv_weight, conv_bias, D)
+        gate = z if norm_weight is None else None
+        _check_chunk_scan(
+            x, dt, A, B, C, options.scan[1], D, gate, dt_bias, initial_states, options.seq_idx, None, False
+        )
+        y, final = torch.ops.mamba_ssm_triton.ssd_scan(
+            x, dt, A, B, C, D, gate, dt_bias, initial_states, *options.scan, options.return_final_states
+        )
+        out = _normed(options, y, z, norm_weight)
+        ctx.options = options
+        ctx.save_for_backward(*tensors, y if norm_weight is not None or out_weight is not None else None)
+        ctx.set_materialize_grads(False)
+        return (out if out_weight is None else F.linear(out, out_weight, out_bias)), final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dfinal):
+        options, (*tensors, y) = ctx.options, ctx.saved_tensors
+        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, initial_states, norm_weight, out_weight, out_bias = tensors
+        z, xBC, dt = _split_parts(options, zxbcdt, conv_weight, D)
+        leaves = [None if t is None else t.detach().requires_grad_() for t in (xBC, conv_weight, conv_bias)]
+        with torch.enable_grad():
+            x, B, C = _convolved(options, *leaves, D)
+        dy, dz, dnorm, dweight, dbias = _backward_of_output(options, dout, y, z, norm_weight, out_weight, out_bias)
+        if dy is None:
+            dy = torch.zeros_like(x)
+        gate = z if norm_weight is None else None
+        dfinal = None if dfinal is None or dfinal.numel() == 0 else dfinal
+        dx, ddt, dA, dB, dC, dD, dgate, ddt_bias, dinitial = torch.ops.mamba_ssm_triton.ssd_scan_backward(
+            dy, dfinal, *(t.detach() for t in (x, dt, A, B, C, D)), gate, dt_bias, initial_states, *options.scan
+        )
+        needing = [leaf for leaf in leaves if leaf is not None]
+        dxBC, dconv, *dconv_bias = torch.autograd.grad((x, B, C), needing, (dx, dB, dC))
+        dz = dgate if norm_weight is None else dz
+        dzxbcdt = torch.cat([dz.flatten(2), dxBC, ddt], dim=-1)
+        dinitial = None if initial_states is None else dinitial
+        return (
+            None, dzxbcdt, dconv, *(dconv_bias or [None]), ddt_bias, dA, dD, dinitial, dnorm, dweight, dbias,
+        )  # fmt: skip
+
+
+class _SplitOptions(NamedTuple):
+    """What of `mamba_split_conv1d_scan_combined` is not differentiated."""
+
+    heads: int
+    headdim: int
+    groups: int
+    seq_idx: Tensor | None
+    scan: tuple                                          # seq_idx and options as the scan's operator takes them
+    return_final_states: bool
+    activation: str | None
+    eps: float
+    norm_before_gate: bool
+
+
+def _split_parts(options: _SplitOptions, zxbcdt: Tensor, conv_weight: Tensor, D: Tensor):
+    """z (B, L, H, P), the inputs of the convolution (B, L, HP + 2GN), dt (B, L, H)."""
+    dim = options.heads * options.headdim
+    z, xBC, dt = zxbcdt.split([dim, conv_weight.shape[0], options.heads], dim=-1)
+    return z.unflatten(-1, (options.heads, options.headdim)), xBC, dt
+
+
+def _convolved(options: _SplitOptions, xBC: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, D: Tensor):
+    """x (B, L, H, P), B and C (B, L, G, N)."""
+    dim = options.heads * options.headdim
+    xBC = causal_conv1d_fn(
+        xBC.transpose(1, 2), conv_weight, conv_bias, seq_idx=options.seq_idx, activation=options.activation
+    ).transpose(1, 2)
+    x, BC = xBC.split([dim, xBC.shape[-1] - dim], dim=-1)
+    B, C = BC.unflatten(-1, (2, options.groups, -1)).unbind(2)
+    return x.unflatten(-1, (options.heads, options.headdim)), B, C
+
+
+def _normed(options: _SplitOptions, y: Tensor, z: Tensor, norm_weight: Tensor | None) -> Tensor:
+    """y, z (B, L, H, P) -> (B, L, HP)"""
+    if norm_weight is None:
+        return y.flatten(2)
+    group_size = norm_weight.shape[0] // options.groups
+    return rmsnorm_fn(
+        y.flatten(2), norm_weight, None, z.flatten(2), options.eps, group_size, options.norm_before_gate
+    )
+
+
+def _backward_of_output(options, dout, y, z, norm_weight, out_weight, out_bias):
+    """Derivatives of y, z, rmsnorm_weight, outproj_weight and outproj_bias, None where there is none."""
+    if dout is None:
+        return None, None if norm_weight is None else torch.zeros_like(z), None, None, None
+    dweight = dbias = dz = dnorm = None
+    leaves = () if norm_weight is None else tuple(t.detach().requires_grad_() for t in (y, z, norm_weight))
+    if out_weight is not None or leaves:
+        with torch.enable_grad():
+            normed = _normed(options, *leaves) if leaves else y.flatten(2)
+    if out_weight is not None:
+        rows = dout.flatten(0, 1)                                                         # (BL, M)
+        dweight = (rows.t() @ normed.detach().flatten(0, 1).to(rows.dtype)).to(out_weight.dtype)
+        dbias = None if out_bias is None else rows.sum(0).to(out_bias.dtype)
+        dout = (dout @ out_weight.to(dout.dtype)).to(normed.dtype)
+    dy = dout
+    if leaves:
+        dy, dz, dnorm = torch.autograd.grad(normed, leaves, dout)
+    return dy.reshape(z.shape), dz, dnorm, dweight, dbias
+
+
+def _split_conv1d_scan_on_gpu(
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, dt_limit,
+    return_final_states, activation, rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups,
+    norm_before_gate,
+):  # fmt: skip
+    """The fused form in training, the parts where nothing is to be kept or they need it: without gradient, in a
+    compiler (which partitions them itself), with a bypass, or with what the Triton scan does not take."""
+    arguments = (
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx, dt_limit,
+        return_final_states, activation, rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias, headdim, ngroups,
+        norm_before_gate,
+    )  # fmt: skip
+    heads, headdim, state, bypass = _split_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    tensors = (
+        zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, rmsnorm_weight, outproj_weight, outproj_bias,
+    )  # fmt: skip
+    takes = accumulate_dtype(*tensors) != torch.float64 and state <= 256 and headdim <= 128 and zxbcdt.numel() > 0
+    if bypass or not takes or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _split_conv1d_scan_reference(*arguments)
+    scan = (seq_idx, chunk_size, True, float(dt_limit[0]), float(dt_limit[1]))
+    options = _SplitOptions(
+        heads, headdim, ngroups, seq_idx, scan, return_final_states, activation, rmsnorm_eps, norm_before_gate
+    )
+    out, final_states = _SplitConv1dScan.apply(options, *tensors)
+    return (out, final_states) if return_final_states else out
+
+
+if (_reason := why_not()) is None:
+    register("mamba_split_conv1d_scan_combined", "triton", _split_conv1d_scan_on_gpu)
+else:
+    register_unavailable("mamba_split_conv1d_scan_combined", "triton", _reason)
 
 
 def _split_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups) -> tuple[int, int, int, int]:

@@ -55,6 +55,12 @@ def _dot(a, b, DOT: tl.constexpr):
 
 
 @triton.jit
+def _cut_off(v, DOT: tl.constexpr):
+    """What of a float32 tile an operand leaves out. With both, sums that nearly cancel (dA, ddt_bias) keep digits."""
+    return v - _operand(v, DOT).to(tl.float32)
+
+
+@triton.jit
 def _tile(ptr, rows, stride, columns, L, WIDTH: tl.constexpr):
     """The rows and columns of a matrix at `ptr`, zeros behind its ends."""
     at = rows[:, None].to(tl.int64) * stride + columns[None, :]
@@ -232,7 +238,10 @@ def _states_kernel(
         else:
             weight = tl.exp((total - c).to(tl.float32)) * step
         total = total.to(tl.float32)
-        state = state * tl.exp(total) + _dot(tl.trans(row_tile * weight[:, None]), column_tile, DOT)
+        weighted = row_tile * weight[:, None]
+        state = state * tl.exp(total) + _dot(tl.trans(weighted), column_tile, DOT)
+        if DOT == "bf16":
+            state += _dot(tl.trans(_cut_off(weighted, DOT)), column_tile, DOT)
         log_decay_of_span += total
     if ENDS:
         state = tl.where(L == 0, 0.0, state)
@@ -313,6 +322,7 @@ def _scan_backward_kernel(
     if HAS_Z:
         z_ptr += b * z_b + h * z_h
         dy = dy * silu(_tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32))
+        dy_cut_off = _operand(_cut_off(dy, DOT), DOT)
     sums_ptr += ((b * tl.num_programs(1) + k) * H + h) * SUMS
     if HAS_D:
         dD = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)                              # (BLOCK_P)
@@ -331,16 +341,22 @@ def _scan_backward_kernel(
         C = _tile(C_ptr, rows, C_l, ns, L, N)
         CB += _dot(C, tl.trans(B), DOT)
         if HAS_ENTERING:
-            entering = _tile(entering_ptr, ps, N, ns, P, N)                               # (BLOCK_P, BLOCK_N)
+            entering = _tile(entering_ptr, ps, N, ns, P, N).to(tl.float32)                # (BLOCK_P, BLOCK_N)
             across += _dot(C, tl.trans(entering), DOT)
+            if DOT == "bf16":
+                across += _dot(C, tl.trans(_cut_off(entering, DOT)), DOT)
         if HAS_LEAVING:
-            leaving = _tile(leaving_ptr, ps, N, ns, P, N)
+            leaving = _tile(leaving_ptr, ps, N, ns, P, N).to(tl.float32)
             back += _dot(B, tl.trans(leaving), DOT)
+            if DOT == "bf16":
+                back += _dot(B, tl.trans(_cut_off(leaving, DOT)), DOT)
         if HAS_ENTERING and HAS_LEAVING:
-            over += tl.sum(tl.sum(entering.to(tl.float32) * leaving.to(tl.float32), 1), 0)
+            over += tl.sum(tl.sum(entering * leaving, 1), 0)
     y = across * from_start[:, None]                                                      # so far; so is dx
     dx = back * to_end[:, None]
     from_entering = tl.sum(dy.to(tl.float32) * y, 1)                                      # (Q)
+    if HAS_Z:
+        from_entering += tl.sum(dy_cut_off.to(tl.float32) * y, 1)
     into_leaving = tl.sum(x.to(tl.float32) * dx, 1)
     dx *= step[:, None]
     if HAS_D:
@@ -357,14 +373,17 @@ def _scan_backward_kernel(
         dout = _tile(dout_ptr, rows, do_l, ps, L, P)                 # read again: registers are short
         z = _tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32)
         _store_tile(dz_ptr + rows_of_head * P, rows, H * P, ps, L, P, dout * y * silu_slope(z))
-    VM = _dot(dy, tl.trans(x), DOT) * M
+    VM = _dot(dy, tl.trans(x), DOT)                                                       # (Q, Q)
+    if HAS_Z and DOT == "bf16":
+        VM += _dot(dy_cut_off, tl.trans(x), DOT)
+    VM *= M
     slope = VM * CB                                                                       # (Q, Q), for d step_j
     # d log-decay of step k: pairs (i, j) with j < k <= i; rows i >= k that h reaches, rows j < k that reach g, h to g
     before = _operand((row[:, None] < row[None, :]).to(tl.float32), DOT)                  # (j, k)
     pairs = slope * step[None, :]
     straddling = _dot(pairs, before, DOT)                                                 # (i, k), summed over j < k
-    if DOT == "bf16":                            # sums over the whole batch that nearly cancel need the digits cut off
-        straddling += _dot(pairs - pairs.to(tl.bfloat16).to(tl.float32), before, DOT)
+    if DOT == "bf16":
+        straddling += _dot(_cut_off(pairs, DOT), before, DOT)
     straddling = tl.where(
         row[:, None] >= row[None, :], straddling + from_entering[:, None], (into_leaving * step)[:, None]
     )

@@ -14,11 +14,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.tiers import reference_instead
-from mamba_ssm.ops.triton.launch import define, differentiate
+from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_power_of_two
 from mamba_ssm.ops.triton.ssd_kernels import (
     _passing_kernel,
     _scan_backward_kernel,
@@ -68,14 +67,11 @@ def plan_for(length: int, headdim: int, state: int, chunk_size: int, dot: str) -
     states_n = min(full_n, 128 if narrow else 64)
     states = Tiles(rows, min(full_p, 64), states_n, 4, 2)
     backward_n = min(full_n, 64 if narrow else 32)
-    warps = 8 if full_n * full_p >= 64 * 64 and rows >= 64 else 4
-    return Plan(
-        dot, Tiles(rows, scan_p, full_n, 4, 2), states, states, Tiles(rows, full_p, backward_n, warps, 2)
-    )
+    return Plan(dot, Tiles(rows, scan_p, full_n, 4, 2), states, states, Tiles(rows, full_p, backward_n, 4, 2))
 
 
 def _power_of_two(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_two(size))
 
 
 def dot_precision(*tensors: Tensor) -> str:
@@ -92,8 +88,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 def chunks_in_span(chunks: int, programs: int, device: torch.device) -> int:
     """Chunks that one program walks over, where `programs` would walk over all of them each."""
-    wanted = triton.cdiv(PROGRAMS_PER_SM * _multiprocessors(device), programs)
-    return max(min(chunks, MIN_CHUNKS_IN_SPAN), triton.cdiv(chunks, wanted))
+    wanted = ceil_div(PROGRAMS_PER_SM * _multiprocessors(device), programs)
+    return max(min(chunks, MIN_CHUNKS_IN_SPAN), ceil_div(chunks, wanted))
 
 
 class _Call:
@@ -114,15 +110,15 @@ class _Call:
             "HAS_SEQ": seq_idx is not None,
         }  # fmt: skip
 
-    def state_like(self, spans: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Room for (B, S, H, P, N)."""
-        return self.x.new_empty(self.batch, spans, self.heads, self.headdim, self.state, dtype=dtype)
+    def state_like(self, spans: int) -> Tensor:
+        """Room for (B, S, H, P, N) float32."""
+        return self.x.new_empty(self.batch, spans, self.heads, self.headdim, self.state, dtype=torch.float32)
 
     def states(self, tiles, rows, z, columns, span, entering, *, reverse=False, ends=None, each=None, last=None,
                decay=None):  # fmt: skip
         """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
-        spans = triton.cdiv(self.length, tiles.rows * span) if ends is None else ends.shape[0] - 1
-        blocks = triton.cdiv(self.headdim, tiles.p) * triton.cdiv(self.state, tiles.n)
+        spans = ceil_div(self.length, tiles.rows * span) if ends is None else ends.shape[0] - 1
+        blocks = ceil_div(self.headdim, tiles.p) * ceil_div(self.state, tiles.n)
         _states_kernel[(self.heads * blocks, spans, self.batch)](
             rows, z, columns, self.dt, self.A, self.dt_bias, self.seq_idx, ends, entering, each, last, decay,
             *self.limits, self.length, span,
@@ -137,7 +133,7 @@ class _Call:
     def pass_on(self, states, decay, initial, *, reverse=False, last=None):
         """Launch `_passing_kernel` on states (B, S, H, P, N), in place; initial, last (B, H, P, N)."""
         size = self.headdim * self.state
-        _passing_kernel[(triton.cdiv(size, PASSING_BLOCK), self.heads, self.batch)](
+        _passing_kernel[(ceil_div(size, PASSING_BLOCK), self.heads, self.batch)](
             states, decay, initial, last, states.shape[1], *_strides(initial, 2), H=self.heads, SIZE=size,
             BLOCK=PASSING_BLOCK, HAS_INITIAL=initial is not None, REVERSE=reverse, LAST=last is not None,
         )  # fmt: skip
@@ -146,7 +142,7 @@ class _Call:
         """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
 
         `last` (B, H, P, N), if given, gets what is left after all spans, where there is more than one."""
-        spans = triton.cdiv(self.length, tiles.rows * span)
+        spans = ceil_div(self.length, tiles.rows * span)
         if spans == 1:
             return None if first is None else first.unsqueeze(1)
         states = self.state_like(spans)
@@ -156,8 +152,8 @@ class _Call:
         return states
 
     def span_for(self, tiles) -> int:
-        programs = self.batch * self.heads * triton.cdiv(self.headdim, tiles.p)
-        return chunks_in_span(triton.cdiv(self.length, tiles.rows), programs, self.x.device)
+        programs = self.batch * self.heads * ceil_div(self.headdim, tiles.p)
+        return chunks_in_span(ceil_div(self.length, tiles.rows), programs, self.x.device)
 
 
 def _dense(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
@@ -201,8 +197,8 @@ def _scan(
     final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
     span = call.span_for(tiles)
     entering = call.walk_start(plan.states, span, call.x, None, call.B, call.initial)
-    spans = triton.cdiv(call.length, tiles.rows * span)
-    grid = (call.heads * triton.cdiv(call.headdim, tiles.p), spans, call.batch)
+    spans = ceil_div(call.length, tiles.rows * span)
+    grid = (call.heads * ceil_div(call.headdim, tiles.p), spans, call.batch)
     _scan_kernel[grid](
         call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out, final,
         dt_min, dt_max, call.length, span,
@@ -241,7 +237,7 @@ def _scan_backward(
     dout, dfinal = _dense(dout), _dense(dfinal, 2)
     entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal)
     tiles, batch, length, heads = call.plan.backward, call.batch, call.length, call.heads
-    chunks = triton.cdiv(length, tiles.rows)
+    chunks = ceil_div(length, tiles.rows)
     nothing = x.new_empty(0)
     dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
     dz = nothing if z is None else z.new_empty(z.shape)
@@ -263,7 +259,7 @@ def _scan_backward(
     )  # fmt: skip
     if shared:
         dB, dC = (
-            share.unflatten(2, (call.groups, -1)).sum(3, dtype=t.dtype) for share, t in ((dB, B), (dC, C))
+            share.unflatten(2, (call.groups, -1)).sum(3).to(t.dtype) for share, t in ((dB, B), (dC, C))
         )
     sums = sums.sum(0)                                                                    # (H, 2 + width of D)
     dA, ddt_bias = sums[:, 0].to(A.dtype, copy=True), nothing
@@ -277,24 +273,23 @@ def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None):
     """What enters each chunk of backward, the derivative of what leaves it (both (B, K, H, P, N), or (B, 1, H, P, N)
     for one chunk, or None), and the derivative of the initial states (empty if there are none)."""
     tiles, first = call.plan.backward_states, call.initial
-    chunks = triton.cdiv(call.length, tiles.rows)
+    chunks = ceil_div(call.length, tiles.rows)
     dinitial = call.x.new_empty(0) if first is None else call.state_like(1)               # (B, 1, H, P, N)
-    kept = torch.bfloat16 if call.plan.dot == "bf16" else torch.float32                   # as the tensor cores take it
     entering = leaving = None
-    span = chunks_in_span(chunks, call.batch * call.heads * triton.cdiv(call.headdim, tiles.p)
-                          * triton.cdiv(call.state, tiles.n), call.x.device)  # fmt: skip
+    span = chunks_in_span(chunks, call.batch * call.heads * ceil_div(call.headdim, tiles.p)
+                          * ceil_div(call.state, tiles.n), call.x.device)  # fmt: skip
     if chunks == 1:
         entering = None if first is None else first.unsqueeze(1)
         leaving = None if dfinal is None else dfinal.unsqueeze(1)
     else:
         start = call.walk_start(tiles, span, call.x, None, call.B, first)
-        entering = call.state_like(chunks, kept)
+        entering = call.state_like(chunks)
         call.states(tiles, call.x, None, call.B, span, start, each=entering)
     one_span = span >= chunks
     if chunks > 1 or first is not None:
         last = None if one_span or first is None else dinitial.squeeze(1)
         start = call.walk_start(tiles, span, dout, call.z, call.C, dfinal, reverse=True, last=last)
-        each = None if chunks == 1 else call.state_like(chunks, kept)
+        each = None if chunks == 1 else call.state_like(chunks)
         leaving = leaving if each is None else each
         last = dinitial if one_span and first is not None else None
         call.states(tiles, dout, call.z, call.C, span, start, reverse=True, each=each, last=last)

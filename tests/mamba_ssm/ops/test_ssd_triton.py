@@ -20,6 +20,8 @@ from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from mamba_ssm.ops.triton.ssd_combined import (
     mamba_chunk_scan,
     mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+    mamba_split_conv1d_scan_ref,
     ssd_chunk_scan_combined_ref,
 )
 from mamba_ssm.testing import (
@@ -58,8 +60,8 @@ def kernels_run(monkeypatch):
         from mamba_ssm.ops import tiers
         from mamba_ssm.ops.triton import ssd_triton
 
-        entry = tiers._operators["mamba_chunk_scan_combined"]
-        monkeypatch.setitem(entry.tiers_by_device, "cpu", ("triton",))
+        for operator in ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"):
+            monkeypatch.setitem(tiers._operators[operator].tiers_by_device, "cpu", ("triton",))
         monkeypatch.setitem(tiers._DEVICE_OF_TIER, "triton", "cpu")
         monkeypatch.setattr(ssd_triton, "_multiprocessors", lambda device: 1)
         interpret_bfloat16(monkeypatch)
@@ -288,6 +290,45 @@ def test_autocast_and_host_sync():
         out = mamba_chunk_scan_combined(**t, chunk_size=16)
         out.sum().backward()
     assert torch.equal(out, want)
+
+
+def inner_block_inputs(norm, projection, D_has_hdim=False, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+    heads, headdim, groups, state = 2, 16, 2, 5
+    dim, conv_dim = heads * headdim, heads * headdim + 2 * groups * state
+    return {
+        "zxbcdt": draw(2, 21, dim + conv_dim + heads, dtype=dtype), "conv1d_weight": draw(conv_dim, 4),
+        "conv1d_bias": draw(conv_dim), "dt_bias": draw(heads),
+        "A": (-draw(heads).detach().exp()).requires_grad_(),
+        "D": draw(heads, headdim) if D_has_hdim else draw(heads), "initial_states": draw(2, heads, headdim, state),
+        "rmsnorm_weight": draw(dim) if norm else None, "outproj_weight": draw(7, dim) if projection else None,
+        "outproj_bias": draw(7) if projection else None,
+    }  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("norm, norm_before_gate, projection, D_has_hdim, final", [
+    (False, True, False, False, False), (True, True, True, True, True), (True, False, False, False, True),
+])  # fmt: skip
+def test_inner_block_equals_its_judge(norm, norm_before_gate, projection, D_has_hdim, final):
+    t = inner_block_inputs(norm, projection, D_has_hdim)
+    options = {"chunk_size": 16, "ngroups": 2, "headdim": 16, "norm_before_gate": norm_before_gate}
+    options |= {"seq_idx": torch.tensor([[0] * 6 + [1] * 15, [0] * 21], device=DEVICE), "return_final_states": final}
+    compare(mamba_split_conv1d_scan_combined, mamba_split_conv1d_scan_ref, t, 1e-5, 2e-5, **options)
+    assert explain("mamba_split_conv1d_scan_combined", DEVICE).tier == "triton"
+
+
+@runs
+def test_inner_block_refuses_what_does_not_fit():
+    t = inner_block_inputs(norm=True, projection=False)
+    with pytest.raises(ValueError, match=r"initial_states has shape \(2, 2, 16, 4\), expected \(B, H, P, N\)"):
+        mamba_split_conv1d_scan_combined(
+            **{**t, "initial_states": t["initial_states"][..., :4]}, chunk_size=16, ngroups=2, headdim=16
+        )
 
 
 @runs
