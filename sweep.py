@@ -44,6 +44,7 @@ from tools.sweeps import (
     plan,
     progress_of,
     run_folder,
+    stop_file,
     summary_rows,
     write_summary,
 )
@@ -65,7 +66,7 @@ class Place(Protocol):
         """The attempts that ended, waiting at most `seconds` for one."""
 
     def stop(self) -> None:
-        """Ask every running attempt to save and end."""
+        """Give up attempts that have not begun; those that run see the sweep's stop file."""
 
     def close(self) -> None: ...
 
@@ -81,7 +82,6 @@ class LocalPlace:
         for i in range(per_machine):
             environment = {"OMP_NUM_THREADS": str(options.cpus_per_run)}
             self._slots.put(environment | ({"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} if devices else {}))
-        self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(per_machine, thread_name_prefix="run")
         self._futures: set[Future] = set()
         self.description = f"{per_machine} at a time on {f'{len(devices)} GPU' if devices else f'{cores} cores'}"
@@ -96,17 +96,15 @@ class LocalPlace:
         return [(future, future.result()) for future in done]
 
     def stop(self) -> None:
-        self._stop.set()
+        """They all end by themselves once they begin."""
 
     def close(self) -> None:
         self._pool.shutdown()
 
     def _attempt(self, sweep: Sweep, run: SweepRun) -> Outcome:
-        if self._stop.is_set():
-            return Outcome(False, 0.0, stopped=True)
         environment = self._slots.get()
         try:
-            return attempt(str(sweep.folder), run.name, environment, self._stop)
+            return attempt(str(sweep.folder), run.name, environment)
         finally:
             self._slots.put(environment)
 
@@ -199,6 +197,7 @@ def work_off(sweep: Sweep, place: Place, retries: int, display: "Display", stop:
     while pending:
         if stop.is_set() and not stopping:
             stopping = True
+            stop_file(sweep.folder).touch()
             place.stop()
         for ticket, outcome in place.collect(TERMINAL_SECONDS):
             run = pending.pop(ticket)

@@ -70,7 +70,8 @@ def test_a_stop_leaves_runs_waiting(tmp_path):
     stop.set()
     place = ScriptedPlace({})
     work_off(sweep, place, retries=2, display=Display(io.StringIO()), stop=stop)
-    assert place.stopped and [run.status for run in sweep.runs] == [WAITING, WAITING]
+    assert place.stopped and (tmp_path / "stop").exists()
+    assert [run.status for run in sweep.runs] == [WAITING, WAITING]
 
 
 class Terminal(io.StringIO):

@@ -19,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -182,6 +181,7 @@ def open_sweep(folder: Path, planned: Sequence[PlannedRun]) -> Sweep:
         raise SweepError(f"{folder}: no sweep was begun there; name its --games and --seeds")
     for run in sweep.unfinished():
         run.status, run.attempts = WAITING, 0
+    stop_file(folder).unlink(missing_ok=True)
     return sweep
 
 
@@ -207,14 +207,16 @@ def locked(folder: Path):
 # -------------------------------------------------------------------------------------------------------------- attempt
 
 
-def attempt(folder: str, name: str, environment: Mapping[str, str], stop: threading.Event | None = None) -> Outcome:
+def attempt(folder: str, name: str, environment: Mapping[str, str]) -> Outcome:
     """Train the run, from its checkpoint if it has one, and evaluate it; blocks until that is done, failed or stopped.
 
-    folder: the sweep's; environment: variables over those of this process. stop: set to end it early, after a
-    checkpoint. Runs in whatever process or on whatever machine the run is to use.
+    folder: the sweep's; environment: variables over those of this process. Ends early, after a checkpoint, once the
+    sweep's stop file is there. Runs in whatever process or on whatever machine the run is to use.
     """
     out, start = Path(folder), time.monotonic()
-    log = log_file(out, name)
+    log, stop = log_file(out, name), stop_file(out)
+    if stop.exists():
+        return Outcome(False, 0.0, stopped=True)
     log.parent.mkdir(exist_ok=True)
 
     def call(*line: str) -> int:
@@ -233,13 +235,18 @@ def attempt(folder: str, name: str, environment: Mapping[str, str], stop: thread
     if code == 0 and after is not None and is_trained(after) and not is_evaluated(after):
         code = call("eval.py", str(after))
     finished = after is not None and is_evaluated(after)
-    stopped = not finished and stop is not None and stop.is_set()
+    stopped = not finished and stop.exists()
     error = None if finished or stopped else _why(log, code)
     return Outcome(finished, time.monotonic() - start, error, stopped)
 
 
 def log_file(out: Path, name: str) -> Path:
     return out / "logs" / f"{name}.log"
+
+
+def stop_file(out: Path) -> Path:
+    """Its presence asks all running attempts to save and end: it reaches every machine that the sweep's folder does."""
+    return out / "stop"
 
 
 def run_folder(out: Path, name: str) -> Path | None:
@@ -273,8 +280,8 @@ def is_evaluated(folder: Path) -> bool:
     return (folder / "eval" / newest / "summary.json").is_file()
 
 
-def _call(line: list[str], log: Path, environment: Mapping[str, str], stop: threading.Event | None) -> int:
-    """Run a command in the repository with its output in `log`; it is asked to stop when this process has to."""
+def _call(line: list[str], log: Path, environment: Mapping[str, str], stop: Path) -> int:
+    """Run a command in the repository with its output in `log`, until it ends or `stop` exists."""
     with open(log, "ab") as file:
         file.write(f"$ {' '.join(line)}\n".encode())
         file.flush()
@@ -283,9 +290,9 @@ def _call(line: list[str], log: Path, environment: Mapping[str, str], stop: thre
             env={**os.environ, **environment}, preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
         try:
-            while process.poll() is None and not (stop is not None and stop.is_set()):
+            while process.poll() is None and not stop.exists():
                 time.sleep(POLL_SECONDS)
-        finally:  # also when Ray cancels the task, by an exception in this thread
+        finally:  # also when this process itself is interrupted
             if process.poll() is None:
                 process.terminate()
             process.wait()
@@ -297,10 +304,10 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_for_lock(folder: Path, stop: threading.Event | None) -> None:
+def _wait_for_lock(folder: Path, stop: Path) -> None:
     """Until no other process trains in the run's folder, like one that still saves because its sweep was killed."""
     end = time.monotonic() + LOCK_SECONDS
-    while time.monotonic() < end and not (stop is not None and stop.is_set()):
+    while time.monotonic() < end and not stop.exists():
         with open(folder / "lock", "a") as file, contextlib.suppress(OSError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

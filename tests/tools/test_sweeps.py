@@ -29,6 +29,7 @@ from tools.sweeps import (
     plan,
     progress_of,
     read_sweep,
+    stop_file,
     summary_rows,
     write_summary,
 )
@@ -149,12 +150,21 @@ def test_an_attempt_resumes_what_is_begun_and_evaluates_what_is_trained(tmp_path
 
 
 def test_a_stopped_command_ends_and_keeps_its_output(tmp_path):
-    stop = threading.Event()
-    threading.Timer(0.5, stop.set).start()
+    stop = stop_file(tmp_path)
+    threading.Timer(0.5, stop.touch).start()
     log = tmp_path / "log"
     script = 'echo "$WORD"; trap "echo saved; exit 0" TERM; while true; do sleep 0.05; done'
     assert _call(["bash", "-c", script], log, {"WORD": "begun"}, stop) == 0
     assert log.read_text().endswith("begun\nsaved\n")
+
+
+def test_nothing_begins_while_a_sweep_is_stopped_and_the_next_call_goes_on(tmp_path):
+    planned = plan(["Pong"], [0], [], [])
+    open_sweep(tmp_path, planned)
+    stop_file(tmp_path).touch()
+    assert attempt(str(tmp_path), "Pong-v5_seed0", {}).stopped and not (tmp_path / "logs").exists()
+    open_sweep(tmp_path, planned)
+    assert not stop_file(tmp_path).exists()
 
 
 def test_one_process_at_a_time(tmp_path):
