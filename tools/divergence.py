@@ -93,7 +93,7 @@ class DivergenceWatch:
                 continue
             if last.optimiser.longest_row.item() >= self.limit:
                 raise Diverged(self._report(step, last))
-            logger.warning("step %d: %.3g of the last updates of %s were not finite and left out", step, share, part)
+            logger.warning("step %d: %.0f %% of the last updates of %s were not finite", step, 100 * share, part)
 
     def _report(self, step: int, last: _LastBad) -> str:
         counts = last.optimiser

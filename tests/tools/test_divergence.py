@@ -92,6 +92,22 @@ def test_the_device_is_asked_only_where_something_was_left_out(run):
     watch.stop_if_diverged(6, {"episode/return": 1.0})
 
 
+def test_keeping_reads_nothing_back(run, monkeypatch):
+    """Nor does any update wait for the device so that a bad one can be kept."""
+    watch, world_model = make_watch(run)
+    batch = watch.replay.sample_sequences()
+
+    def refuse(tensor, *_):
+        raise AssertionError("a tensor is read on the host")
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    for _ in range(2):
+        watch.keep("world_model", batch, world_model.update(batch))
+    monkeypatch.undo()
+    assert watch._last["world_model"].seen == 0
+
+
 def test_a_full_disk_does_not_hide_the_report(run, monkeypatch):
     """The run has to stop in any case, and say why."""
     watch, world_model = make_watch(run)
