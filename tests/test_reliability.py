@@ -26,8 +26,6 @@ from train import main
 
 RESUME_ON_GPU = """
 import sys
-import threading
-import time
 from tests.test_train import run_training
 folder, *options = sys.argv[1:]
 common = ["--BasicSettings.Device=cuda", "--BasicSettings.Deterministic=true", *options]
@@ -89,8 +87,9 @@ def start_and_kill(command, folder, rng):
 def new_lines(before, now):
     """Lines from the first that differs; as long as a resumed run writes what was cut, none is."""
     old, new = before.splitlines(True), now.splitlines(True)
-    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), min(len(old), len(new)))
-    return sum(line.endswith(b"\n") for line in new[same:])
+    differs = [i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]]
+    first = differs[0] if differs else len(old)
+    return sum(line.endswith(b"\n") for line in new[first:])
 
 
 @pytest.mark.slow
