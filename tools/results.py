@@ -10,8 +10,9 @@
 Every folder that has config.yaml and metrics.jsonl is a result: a run's, a stored one, each one below a sweep's.
 """
 
+import json
 import logging
-import shutil
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +25,21 @@ from tools.checkpoints import CheckpointError, read_json, read_model, write_atom
 from tools.export import export_model
 from tools.provenance import ORIGIN
 from tools.run import EPISODE_RETURN, REPORTED_EPISODES, bootstrap_interval, read_metrics
-from utils import RUN_CONFIG_NAME, Config, flatten_config, load_config
+from utils import (
+    RUN_CONFIG_NAME,
+    Config,
+    config_from_older,
+    config_to_dict,
+    config_to_yaml,
+    flatten_config,
+    load_config,
+    override_config,
+)
 
 logger = logging.getLogger("drama.results")
 
 MODEL_BYTES = 16_000_000  # a larger model is not stored beside its figures
+ANYWHERE = {"BasicSettings.RunDir": "runs", "BasicSettings.SavePath": None}  # what a stored configuration says
 LABEL_KEYS = 3  # settings that differ in more keys are numbered
 CARD = "CARD.md"
 EVALUATION_FACTS = ("mean", "episodes", "mean_interval_95", "greedy")
@@ -213,28 +224,46 @@ def grouped(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
 
 
 def store_run(source: Path, folder: Path) -> None:
-    """Copy what is published of a run, with a small model.pt if it fits, and write its card."""
+    """Copy what is published of a run, with a small model.pt if it fits, and write its card.
+
+    Where the run lay on its machine does not go along: RunDir and SavePath are the defaults', paths in the command are
+    names.
+    """
     if not (source / RUN_CONFIG_NAME).is_file() or not (source / "metrics.jsonl").is_file():
         raise ResultError(f"{source}: not a run's folder, it has no {RUN_CONFIG_NAME} or no metrics.jsonl")
     result = read_result(source)
-    kept = [source / RUN_CONFIG_NAME, source / "metrics.jsonl", source / ORIGIN, *result.pictures().values()]
-    kept += [source / "pictures" / "learning_curve.png"]
-    kept += [*source.glob("eval/*/episodes.csv"), *source.glob("eval/*/summary.json")]
-    for file in kept:
-        if file.is_file():
-            target = folder / file.relative_to(source)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+    copied = [source / "metrics.jsonl", *source.glob("eval/*/episodes.csv"), *result.pictures().values()]
+    copied += [source / "pictures" / "learning_curve.png"]
+    written = {source / RUN_CONFIG_NAME: config_to_yaml(override_config(result.config, ANYWHERE))}
+    for file in source.glob("eval/*/summary.json"):
+        summary = read_json(file)
+        summary["config"] = _anywhere(summary["config"])
+        written[file] = json.dumps(summary, indent=2)
+    if result.origin:
+        command = re.sub(r"(?<![\w.])/(?:[^\s'/]+/)+", "", result.origin.get("command", ""))
+        written[source / ORIGIN] = json.dumps({**result.origin, "command": command}, indent=1)
+    contents = {file: file.read_bytes() for file in copied if file.is_file()}
+    contents |= {file: text.encode() for file, text in written.items()}
+    for file, data in contents.items():
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, data)
     _store_model(source, folder / "model.pt")
     write_card(folder)
 
 
+def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as plain values, without the paths of its machine."""
+    return config_to_dict(override_config(config_from_older(config), ANYWHERE))
+
+
 def _store_model(source: Path, target: Path) -> None:
     try:
-        size = export_model(read_model(source), target)
+        saved = read_model(source)
     except CheckpointError as error:
         logger.warning("no model is stored: %s", error)
         return
+    size = export_model(replace(saved, config=_anywhere(saved.config)), target)
     if size > MODEL_BYTES:
         target.unlink()
         logger.warning("no model is stored: it would take %.1f MB, more than %.1f", size / 1e6, MODEL_BYTES / 1e6)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from tools.pictures import save_png
-from utils import config_to_yaml, load_config
+from utils import config_to_dict, config_to_yaml, load_config
 
 
 def make_result(folder, env="ALE/Pong-v5", seed=0, returns=(-21.0, -20.0), evaluation=None, **keys):
@@ -13,7 +13,8 @@ def make_result(folder, env="ALE/Pong-v5", seed=0, returns=(-21.0, -20.0), evalu
     words = [f"--BasicSettings.Env_name={env}", f"--BasicSettings.Seed={seed}"]
     words += [f"--{key.replace('__', '.')}={value}" for key, value in keys.items()]
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(config_to_yaml(load_config(words, "train.py").config))
+    config = load_config(words, "train.py").config
+    (folder / "config.yaml").write_text(config_to_yaml(config))
     lines = [{"step": 1000 * (i + 1), "episode/return": value} for i, value in enumerate(returns)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "pictures").mkdir()
@@ -25,5 +26,6 @@ def make_result(folder, env="ALE/Pong-v5", seed=0, returns=(-21.0, -20.0), evalu
         mean = float(np.mean(evaluation))
         summary = {"mean": mean, "episodes": len(evaluation), "mean_interval_95": [mean - 1, mean + 1], "greedy": True}
         summary |= {"hardware": {"accelerator": "GPU of a test"}, "versions": {"torch": "2"}, "commit": "abcdef012345"}
+        summary["config"] = config_to_dict(config)
         (target / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.test_train import run_training
 from tests.tools.made_results import make_result
+from tools.checkpoints import read_model
 from tools.results import ResultError, card, collect, grouped, read_result, store_run
 
 
@@ -78,6 +80,18 @@ def test_a_run_is_stored_without_what_only_resuming_needs(tmp_path, caplog):
     assert collect([tmp_path / "stored"])[0].score().mean == 1.0
     with pytest.raises(ResultError, match="not a run's folder"):
         store_run(tmp_path, tmp_path / "other")
+
+
+def test_a_stored_run_does_not_tell_where_it_lay(tmp_path):
+    source = run_training(tmp_path / "secret", "--JointTrainAgent.SampleMaxSteps", 40)
+    origin = {"command": f"python train.py --config {tmp_path}/secret/a.yaml --BasicSettings.RunDir='/secret/b/c d'"}
+    (source / "origin.json").write_text(json.dumps(origin))
+    store_run(source, tmp_path / "stored")
+    for file in (path for path in (tmp_path / "stored").rglob("*") if path.is_file()):
+        assert b"secret" not in file.read_bytes(), file
+    stored = json.loads((tmp_path / "stored" / "origin.json").read_text())
+    assert stored["command"] == "python train.py --config a.yaml --BasicSettings.RunDir='c d'"
+    assert read_model(tmp_path / "stored").config["BasicSettings"]["RunDir"] == "runs"
 
 
 def test_a_card_says_what_was_measured_and_what_not(tmp_path):
