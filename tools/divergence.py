@@ -136,10 +136,10 @@ class DivergenceWatch:
 def describe_values(part: str, values: Mapping[str, float]) -> str:
     """Which losses were not finite, or that only the gradient was not."""
     bad = [f"{name} {value}" for name, value in values.items() if not math.isfinite(value)]
-    losses = [f"{name} {value:.4g}" for name, value in values.items() if math.isfinite(value) and "loss" in name]
+    good = [f"{name} {value:.4g}" for name, value in values.items() if math.isfinite(value)]
     if bad:
-        return f"not finite {_some(bad)}" + (f"; finite {_some(losses)}" if losses else "")
-    return f"every loss of {part} was finite ({_some(losses)}), its gradient norm was not"
+        return f"not finite {_some(bad)}; finite {_some(good)}"
+    return f"every loss of {part} was finite ({_some(good)}), its gradient norm was not"
 
 
 def _some(names: list[str]) -> str:

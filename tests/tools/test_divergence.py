@@ -143,7 +143,7 @@ def test_a_row_from_before_a_break_still_stops_the_run(run):
 
 def test_a_report_without_a_bad_loss_names_the_gradient():
     text = describe_values("agent", {"agent/value_loss": 2.5, "agent/skipped": 1.0})
-    assert text == "every loss of agent was finite (agent/value_loss 2.5), its gradient norm was not"
+    assert text == "every loss of agent was finite (agent/value_loss 2.5, agent/skipped 1), its gradient norm was not"
 
 
 # ------------------------------------------------------------------------------------------------------ looking into it
