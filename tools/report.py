@@ -30,7 +30,7 @@ from tools.aggregates import (
     why_no_aggregates,
 )
 from tools.checkpoints import write_atomic
-from tools.results import CARD, Result, ResultError, Score, collect, grouped, write_card
+from tools.results import CARD, Result, ResultError, Score, collect, grouped, machine, write_card
 from tools.run import RECENT_EPISODES, bootstrap_interval
 
 # Columns of config_files/atari_scores.csv beside ours, and what they are called; that file names each one's source.
@@ -133,8 +133,6 @@ def seed_table(results: Sequence[Result]) -> Table:
     for result in results:
         score, normalised = result.score(), result.normalised()
         origin = {**(result.evaluation or {}), **result.origin}
-        hardware = origin.get("hardware", {})
-        machine = hardware.get("accelerator", "none")
         rows.append(
             [
                 result.game,
@@ -143,7 +141,7 @@ def seed_table(results: Sequence[Result]) -> Table:
                 f"{result.steps:,} of {result.config.JointTrainAgent.SampleMaxSteps:,}",
                 "-" if score is None else f"{score.mean:.2f} ({_episodes(score)})",
                 "-" if normalised is None else f"{normalised:.3f}",
-                (machine if machine != "none" else hardware.get("processor", "-")) or "-",
+                machine(origin.get("hardware", {})),
                 (origin.get("commit") or "-")[:10],
             ]
         )

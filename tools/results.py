@@ -336,7 +336,7 @@ def _where(result: Result) -> dict[str, Any]:
     rows = {"command": f"`{result.origin['command']}`"} if "command" in result.origin else {}
     for kind, origin in (("training", result.origin), ("evaluation", result.evaluation or {})):
         if "hardware" in origin:
-            rows[f"{kind}, hardware"] = ", ".join(str(value) for value in origin["hardware"].values())
+            rows[f"{kind}, hardware"] = machine(origin["hardware"])
         if "versions" in origin:
             rows[f"{kind}, versions"] = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
         if origin.get("commit"):
@@ -344,9 +344,17 @@ def _where(result: Result) -> dict[str, Any]:
     return rows or {"origin": "not recorded"}
 
 
+def machine(hardware: Mapping[str, Any]) -> str:
+    """Hardware as `provenance` gives it, in words; parts that are not known are left out."""
+    accelerator = hardware.get("accelerator", "none")
+    cores = f"{hardware['cores']} cores" if "cores" in hardware else None
+    parts = [accelerator if accelerator != "none" else None, hardware.get("processor"), cores, hardware.get("system")]
+    return ", ".join(part for part in parts if part) or "-"
+
+
 def _use(result: Result, score: Score | None) -> str:
     limits = ["One seed: how far other seeds differ is not known from this run."]
-    if result.steps < result.config.JointTrainAgent.SampleMaxSteps or result.steps < 100_000:
+    if result.game in reference_scores() and result.steps < 100_000:
         limits.append(f"{result.steps:,} steps are fewer than the 100,000 of published Atari results: not comparable.")
     if score is not None and not score.evaluated:
         limits.append("The score is that of sampled actions during training, with the policy still changing.")

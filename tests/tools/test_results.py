@@ -98,6 +98,7 @@ def test_a_card_says_what_was_measured_and_what_not(tmp_path):
     folder = make_result(tmp_path / "run", "ALE/Boxing-v5", seed=7, returns=[1.0], evaluation=[70.0, 80.0])
     (folder / "origin.json").write_text(json.dumps({"note": "A note.", "command": "python train.py"}))
     text = card(read_result(folder))
+    assert "fewer than" not in card(read_result(make_result(tmp_path / "other", "Toy/Catch-v0")))
     for part in (
         "# Drama on ALE/Boxing-v5, seed 7",
         "A note.",
