@@ -204,10 +204,14 @@ def _check_archive(data: bytes) -> None:
             raise ValueError(f"checksum of {broken} is wrong")
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file of sane size, else a CheckpointError."""
+def _refuse_large(path: Path) -> None:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes, not one of ours")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file of sane size, else a CheckpointError."""
+    _refuse_large(path)
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -409,6 +413,7 @@ def read_checkpoint(folder: str | Path, map_location: str | torch.device = "cpu"
     model = read_model(folder / "model.pt", map_location)
     try:
         content = _deserialise(_read_verified(folder / "train.pt"), folder / "train.pt", map_location)
+        _refuse_large(folder / "replay.json")
         replay = json.loads(_read_verified(folder / "replay.json"))
     except OSError as error:
         raise CheckpointError(f"{folder}: can't be read ({error_reason(error)})") from None

@@ -19,6 +19,7 @@ from torch import nn
 
 import tools.checkpoints as checkpoints
 from tools.checkpoints import (
+    MAX_JSON_BYTES,
     CheckpointError,
     CheckpointFolder,
     from_plain,
@@ -348,6 +349,14 @@ def test_mutated_checkpoints_give_clean_errors_only(store, name, count):
     """A damaged file of a checkpoint is one line, whichever file it is."""
     folder = store.write(7, files())
     assert fuzz(folder / name, lambda: read_checkpoint(folder), count, seed=1) > 0
+
+
+@pytest.mark.parametrize("name", ["replay.json", "manifest.json"])
+def test_json_of_absurd_size_is_refused_before_it_is_read(store, name):
+    folder = store.write(7, files())
+    os.truncate(folder / name, MAX_JSON_BYTES + 1)  # a hole: takes no disk
+    with pytest.raises(CheckpointError, match=r"\.json: larger than 67108864 bytes"):
+        read_checkpoint(folder)
 
 
 # ------------------------------------------------------------------------------------------------------ finding a model
