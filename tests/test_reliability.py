@@ -182,6 +182,16 @@ def test_a_stopped_run_says_so_by_its_exit_code_and_goes_on(tmp_path, capsys, nu
     assert newest_state(folder).step == step + 4
 
 
+def test_ctrl_c_before_the_first_step_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.check_start", interrupt)
+    assert main(words(tmp_path)) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C before the first step\n"
+    assert not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 
