@@ -1,4 +1,4 @@
-"""Every combination of core and policy learns the toy task Catch, in minutes on a CPU."""
+"""The toy tasks are learned in minutes on a CPU: Catch by each core and policy, Reach by both policies."""
 
 import time
 from pathlib import Path
@@ -12,6 +12,17 @@ from utils import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CATCH = str(ROOT / "config_files" / "quickstart.yaml")
+REACH = str(ROOT / "config_files" / "toy_reach.yaml")
+REACH_BY_CHANCE, REACH_STRAIGHT = 4.0, 17.8                            # mean returns: random actions, the shortest way
+
+
+def learn(tmp_path, *options):
+    """Train with a configuration -> the run's folder, the returns of its episodes, seconds."""
+    config = load_config(["--BasicSettings.RunDir", str(tmp_path), *options], "train.py").config
+    start = time.monotonic()
+    with open_run(config) as run:
+        train(run)
+    return run.folder, read_metrics(run.folder)[EPISODE_RETURN][1], time.monotonic() - start
 
 
 @pytest.mark.slow
@@ -21,11 +32,19 @@ CATCH = str(ROOT / "config_files" / "quickstart.yaml")
 def test_catch_is_learned(tmp_path, backbone, policy, record_property):
     """Random play returns −0.6 on average; the last 50 episodes of a run must return more than 0.9."""
     chosen = ["--Models.WorldModel.Backbone", backbone, "--Models.Agent.Policy", policy]
-    config = load_config(["--config", CATCH, "--BasicSettings.RunDir", str(tmp_path), *chosen], "train.py").config
-    start = time.monotonic()
-    with open_run(config) as run:
-        train(run)
-    record_property("seconds", time.monotonic() - start)
-    _, returns = read_metrics(run.folder)[EPISODE_RETURN]
+    _, returns, seconds = learn(tmp_path, "--config", CATCH, *chosen)
+    record_property("seconds", seconds)
     assert np.mean(returns[:20]) < 0
     assert np.mean(returns[-50:]) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("policy", ["AC", "PPO"])
+def test_reach_is_learned(tmp_path, policy, record_property):
+    """Continuous actions: the last 50 episodes must close 60 % of the gap between chance and the shortest way."""
+    presets = ("--config", CATCH, "--config", REACH)
+    _, returns, seconds = learn(tmp_path, *presets, "--Models.Agent.Policy", policy)
+    record_property("seconds", seconds)
+    assert np.mean(returns[:40]) < REACH_BY_CHANCE + 2
+    assert np.mean(returns[-50:]) > REACH_BY_CHANCE + 0.6 * (REACH_STRAIGHT - REACH_BY_CHANCE)
