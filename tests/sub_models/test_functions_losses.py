@@ -78,6 +78,19 @@ def test_two_hot_loss_is_cross_entropy_and_smallest_at_the_target():
     torch.testing.assert_close(code.decode(logits), torch.tensor([0.7]), atol=2e-2, rtol=0)
 
 
+def test_two_hot_loss_looks_up_what_the_whole_code_adds_up():
+    """On a CPU two bins stand for all: the same loss and gradient, at the range's ends too; NaN stays NaN."""
+    code = SymlogTwoHot(11, -2, 2)
+    target = torch.tensor([0.0, 0.3, -0.7, 1e9, -1e9, math.inf, math.e**2 - 1, math.nan])
+    logits = torch.randn(8, 11, requires_grad=True)
+    expected = -(code.encode(target) * F.log_softmax(logits, -1)).sum(-1)
+    loss = code.loss(logits, target)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    assert loss.isnan().tolist() == [False] * 7 + [True]
+    grads = (torch.autograd.grad(x[:7].sum(), logits)[0] for x in (loss, expected))
+    torch.testing.assert_close(*(grad[:7] for grad in grads))
+
+
 def test_two_hot_at_zero_logits_decodes_to_zero():
     """A critic whose last layer starts near zero must start with value 0."""
     assert abs(SymlogTwoHot().decode(torch.zeros(255)).item()) < 1e-3
