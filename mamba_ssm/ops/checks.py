@@ -1,10 +1,20 @@
 """Refusing wrong arguments by name, before anything is allocated or launched."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 Tensor = torch.Tensor
+
+_REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def are_real_on_one_device(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether all tensors that are given hold real floating-point numbers and are on one device.
+
+    Quick, for operators whose launch waits for their checks: where the usual case is right, none by name is needed."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return len({tensor.device for tensor in given}) == 1 and {tensor.dtype for tensor in given} <= _REAL
 
 
 def check_shape(operator: str, name: str, tensor: Tensor | None, letters: str, *shapes: Sequence[int | None]) -> None:

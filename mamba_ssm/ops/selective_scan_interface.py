@@ -13,13 +13,18 @@ import torch.nn.functional as F
 from mamba_ssm.ops._native import MAX_CUDA_STATE, register_native
 from mamba_ssm.ops._native import selective_scan as native_selective_scan
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn
-from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_integer, check_shape
+from mamba_ssm.ops.checks import (
+    are_real_on_one_device,
+    check_choice,
+    check_device,
+    check_floating,
+    check_integer,
+    check_shape,
+)
 from mamba_ssm.ops.numerics import accumulate_dtype, sequence_starts, without_autocast
 from mamba_ssm.ops.tiers import implementation, reference_instead, register, register_operator
 
 Tensor = torch.Tensor
-
-_REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 register_operator("selective_scan", cpu=("cpu",), cuda=("cuda",))
 register_operator("mamba_inner", cpu=("cpu",), cuda=("cuda",))
@@ -341,7 +346,6 @@ def _is_usual(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_state) -> bo
     if len(shape) != 3 or seq_idx is not None or initial_state is not None:
         return False
     projection = (shape[0], *A.shape[1:], shape[2])
-    given = [x for x in (u, delta, A, B, C, D, z, delta_bias) if x is not None]
     return (
         delta.shape == shape
         and A.shape[:1] == per_channel
@@ -349,8 +353,7 @@ def _is_usual(u, delta, A, B, C, D, z, delta_bias, seq_idx, initial_state) -> bo
         and (z is None or z.shape == shape)
         and (D is None or D.shape == per_channel)
         and (delta_bias is None or delta_bias.shape == per_channel)
-        and len({x.device for x in given}) == 1
-        and {x.dtype for x in given} <= _REAL
+        and are_real_on_one_device((u, delta, A, B, C, D, z, delta_bias))
     )
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops._native import register_native
 from mamba_ssm.ops._native import selective_state_update as native_state_update
-from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
+from mamba_ssm.ops.checks import are_real_on_one_device, check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
 from mamba_ssm.ops.triton.launch import register_triton
@@ -113,7 +113,27 @@ register_native("selective_state_update", cpu=_update_native)
 register_triton("selective_state_update", "selective_state_update_kernels", "selective_state_update")
 
 
+def _is_usual(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices) -> bool:
+    """Whether the arguments are right in the commonest way, B and C (B, N) or one group: a step waits for this."""
+    shape, sizes = x.shape, state.shape
+    if len(shape) not in (2, 3) or state_batch_indices is not None or sizes[:-1] != shape:
+        return False
+    per_channel, projections = shape[1:], ((shape[0], sizes[-1]), (shape[0], 1, sizes[-1]))
+    return (
+        dt.shape == shape
+        and A.shape == sizes[1:]
+        and B.shape in projections
+        and C.shape in projections
+        and (z is None or z.shape == shape)
+        and (D is None or D.shape == per_channel)
+        and (dt_bias is None or dt_bias.shape == per_channel)
+        and are_real_on_one_device((state, x, dt, A, B, C, D, z, dt_bias))
+    )
+
+
 def _check_update(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices) -> None:
+    if _is_usual(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices):
+        return
     name = "selective_state_update"
     check_floating(name, state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     check_integer(name, state_batch_indices=state_batch_indices)

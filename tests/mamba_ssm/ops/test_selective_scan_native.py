@@ -226,8 +226,22 @@ def test_strided_and_expanded_inputs(device):
         "B": inputs["B"].detach()[:1].expand(2, 4, 40),
         "C": inputs["C"].detach().repeat_interleave(2, dim=-1)[..., ::2],
         "A": inputs["A"].detach()[:, :1].expand(20, 4),
+        "D": inputs["D"].detach().repeat_interleave(2)[::2],
+        "delta_bias": inputs["delta_bias"].detach()[:1].expand(20),
+        "initial_state": inputs["initial_state"].detach().transpose(1, 2).contiguous().transpose(1, 2),
     }
     check(inputs | {name: view.requires_grad_() for name, view in views.items()}, torch.float32, **SCAN)
+
+
+def test_conjugated_views(device):
+    """`conj` of a complex tensor is a flag on the same memory."""
+    inputs = selective_scan_inputs(
+        2, 20, 40, 4, constant_B=True, constant_C=True, complex_A=True, optional=OPTIONAL, device=device
+    )
+    for name in ("A", "B", "C", "initial_state"):
+        inputs[name] = inputs[name].detach().conj().requires_grad_()
+        assert inputs[name].is_conj()
+    check(inputs, torch.float32, **SCAN)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 9, 3), (2, 0, 9, 3), (2, 4, 0, 3), (2, 4, 9, 0)], ids=str)
@@ -248,6 +262,14 @@ def test_extreme_steps(device, value):
             check(inputs, torch.float32, **options)
 
 
+def test_a_decay_that_underflows_forgets_everything(device):
+    inputs = selective_scan_inputs(1, 17, 9, 4, optional=("initial_state",), device=device)
+    inputs["delta"] = torch.full_like(inputs["delta"], 5e3)
+    out, last = selective_scan_fn(**inputs | {"initial_state": torch.full_like(inputs["initial_state"], 1e30)}, **SCAN)
+    want, want_last = selective_scan_fn(**inputs | {"initial_state": None}, **SCAN)
+    assert torch.equal(out, want) and torch.equal(last, want_last)
+
+
 def test_nan_is_passed_on(device):
     inputs = selective_scan_inputs(1, 3, 9, 4, optional=(), device=device)
     inputs["delta"] = inputs["delta"].detach().clone()
@@ -263,6 +285,17 @@ def test_mixed_dtypes_are_brought_together(device):
     outs, grads = outputs_and_gradients(selective_scan_fn, inputs, **SCAN)
     assert outs["0"].dtype == torch.bfloat16 and grads["delta"].dtype == torch.float32
     check(inputs, torch.bfloat16, **SCAN)
+
+
+@pytest.mark.parametrize("name", ["A", "D", "delta_bias", "initial_state"])
+def test_a_float64_parameter_makes_states_and_sums_float64(device, name):
+    inputs = selective_scan_inputs(2, 6, 33, 4, device=device)
+    inputs[name] = inputs[name].detach().double().requires_grad_()
+    out, last = selective_scan_fn(**inputs, **SCAN)
+    want, want_last = selective_scan_ref(**{key: to_float64(value) for key, value in inputs.items()}, **SCAN)
+    assert (out.dtype, last.dtype) == (torch.float32, torch.float64)
+    assert_close(out, want, 1e-7)
+    assert_close(last, want_last, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -308,8 +341,11 @@ def test_other_instruction_sets(capability):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("batch", "state"), [(1, 1), (1, 16), (2, 5), (1024, 4), (3, 33)])
-def test_step(batch, state, dtype):
+@pytest.mark.parametrize(
+    ("batch", "state", "channels"),
+    [(1, 1, 6), (1, 16, 6), (2, 5, 6), (1024, 4, 6), (3, 33, 6), (2, 5, 128), (1, 3, 70)],
+)
+def test_step(batch, state, channels, dtype):
     if (reason := _native.why_not("cpu")) is not None:
         pytest.skip(reason)
     generator = torch.Generator().manual_seed(0)
@@ -317,9 +353,9 @@ def test_step(batch, state, dtype):
     def make(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    h = make(batch, 6, state)
-    rest = [make(batch, 6), make(batch, 6), -make(6, state).abs(), make(batch, 2, state), make(batch, state)]
-    rest += [make(6), make(batch, 6), make(6), True]
+    h = make(batch, channels, state)
+    rest = [make(batch, channels), make(batch, channels), -make(channels, state).abs()]
+    rest += [make(batch, 2, state), make(batch, state), make(channels), make(batch, channels), make(channels), True]
     h_native, h_ref = h.clone(), h.clone()
     out = selective_state_update(h_native, *rest)
     want = selective_state_update_ref(h_ref, *rest)
@@ -346,8 +382,9 @@ def test_step_with_heads_and_chosen_rows():
     assert_close(out, selective_state_update_ref(h_ref, *rest, state_batch_indices=rows), 1e-6)
     assert_close(h_native, h_ref, 1e-6)
     assert torch.equal(h_native[[0, 1, 3, 4, 6]], h[[0, 1, 3, 4, 6]])
-    with pytest.raises(IndexError, match=r"state_batch_indices holds 7, expected rows of state, 0 to 6"):
-        selective_state_update(h_native, *rest, state_batch_indices=torch.tensor([7, 2]))
+    for row in (7, -1):
+        with pytest.raises(IndexError, match=rf"state_batch_indices holds {row}, expected rows of state, 0 to 6"):
+            selective_state_update(h_native, *rest, state_batch_indices=torch.tensor([row, 2]))
 
 
 def test_a_scan_is_its_steps():
