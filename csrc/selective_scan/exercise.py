@@ -58,7 +58,7 @@ def main() -> None:
             selective_scan_fn, selective_scan_inputs(device=device, **case), delta_softplus=True, return_last_state=True
         )
         bad += not all(torch.isfinite(x).all() for x in itertools.chain(*(part.values() for part in results)))
-    for batch, channels, state in ((1, 5, 1), (3, 17, 16), (2, 4, 33)) if device == "cpu" else ():
+    for batch, channels, state in ((1, 5, 1), (3, 17, 16), (2, 4, 33), (2, 128, 7)) if device == "cpu" else ():
         with torch.no_grad():
             bad += not torch.isfinite(selective_state_update(*step_inputs(batch, channels, state))).all()
     sys.stdout.write(f"{len(grid(device))} scans on {device}, {bad} with values that are not finite\n")
