@@ -118,6 +118,19 @@ def test_low_precision_is_as_good_as_the_reference_in_it(device, dtype, layout):
             assert relative_error(of_native[name], want) <= allowed, name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("skip", [1.0, 1.0 / 3.0])
+def test_every_number_of_sixteen_bits_is_read_and_rounded_as_torch_does(device, dtype, skip):
+    """With B and C zero the output is D u: subnormal numbers and ties included."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    u = numbers[: numbers.numel() // 128 * 128].view(1, -1, 128).to(device)
+    zeros, channels = torch.zeros(1, 4, 128, dtype=dtype, device=device), u.shape[1]
+    D = torch.full((channels,), skip, device=device)
+    out = selective_scan_fn(u, torch.zeros_like(u), -torch.ones(channels, 4, device=device), zeros, zeros, D)
+    assert torch.equal(out, (u.float() * D[:, None]).to(dtype))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("length", LENGTHS)
