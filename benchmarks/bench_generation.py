@@ -105,7 +105,7 @@ def main() -> None:
     for layer in args.layer or SSM:
         report[layer] = measure(layer, args.batch or [1, 128], device, args.repeats)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"generation_{device.type}.json"
+    path = RESULTS / f"generation_{name.lower().replace(' ', '_')}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written: {path}")
 
