@@ -64,15 +64,17 @@ def plan_for(length: int, headdim: int, state: int, chunk_size: int, dot: str) -
     full_p, full_n = _power_of_two(headdim), _power_of_two(state)
     cap = min(_power_of_two(chunk_size + 1) // 2, _power_of_two(length))
     narrow = dot == "bf16"
-    rows = 64 if narrow or full_n * full_p <= 64 * 64 else 32
-    if full_n * full_p > 128 * 128 and not narrow:
-        rows = 16
-    rows = max(16, min(rows, cap))
     scan_p = min(full_p, 64 if full_n <= (128 if narrow else 64) else 32)
     states_n = min(full_n, 128 if narrow else 64)
-    states = Tiles(rows, min(full_p, 64), states_n, 4, 2)
     backward_n = min(full_n, 64 if narrow else 32)
-    return Plan(dot, Tiles(rows, scan_p, full_n, 4, 2), states, states, Tiles(rows, full_p, backward_n, 4, 2))
+    scan_rows = backward_rows = 64
+    if not narrow:                                       # else thousands of bytes a thread go to local memory
+        scan_rows, backward_rows = (32, 32) if full_n <= 64 else (16, 32 if full_n * full_p <= 128 * 128 else 16)
+    scan_rows, backward_rows = (max(16, min(rows, cap)) for rows in (scan_rows, backward_rows))
+    return Plan(
+        dot, Tiles(scan_rows, scan_p, full_n, 4, 2), Tiles(scan_rows, min(full_p, 64), states_n, 4, 2),
+        Tiles(backward_rows, min(full_p, 64), states_n, 4, 2), Tiles(backward_rows, full_p, backward_n, 4, 2),
+    )  # fmt: skip
 
 
 def _power_of_two(size: int) -> int:
