@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from envs.toy import Recall
 from sub_models.acting import Actor
 from tests.support import BACKBONES, SIZE, make_agent_for, make_world_model
 
@@ -69,6 +70,31 @@ def test_features_equal_the_parallel_pass_over_the_episode(backbone, context_len
         expected = expected_features(world_model, obs[:, e], [a[e] for a in taken], act_on, sample)
         seen = torch.stack([f[e] for f in spy.features[1:]])
         torch.testing.assert_close(seen, expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize(
+    ("context_length", "delay", "knows"), [(0, 20, True), (16, 15, True), (16, 16, False), (16, 20, False)]
+)
+def test_what_is_left_of_recalls_cue_when_it_is_asked_for(backbone, context_length, delay, knows, monkeypatch):
+    """A window that ends after the cue shows the policy the same whatever it was: chance alone is left."""
+    world_model = make_world_model(backbone)
+    constant_latents(world_model, monkeypatch)
+    env, last_features = Recall(SIZE, delay), {}
+    for seed in range(12):
+        spy = Spy(world_model)
+        actor = Actor(world_model, spy, context_length)
+        torch.manual_seed(0)                                           # of the first action
+        (obs, _), state, ended = env.reset(seed=seed), None, False
+        if env.colour in last_features:
+            continue
+        while not ended:
+            action, state = actor.act(obs, state)
+            obs, _, ended, _, _ = env.step(action)
+        last_features[env.colour] = spy.features[-1]
+    assert len(last_features) == len(Recall.COLOURS)
+    red, *others = last_features.values()
+    assert all(torch.equal(red, other) != knows for other in others)
 
 
 def test_a_window_sees_its_last_rows_only(monkeypatch):
