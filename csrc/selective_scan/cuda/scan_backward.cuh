@@ -235,12 +235,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_backw
   S A[kChannels][kStates], dA[kChannels][kStates] = {}, dh[kChannels][kStates];
   S constant_B[kChannels][kStates], constant_C[kChannels][kStates];
   S constant_dB[kChannels][kStates] = {}, constant_dC[kChannels][kStates] = {};
-  view.load(p.A, 0, p, part, A);
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) A[c][j] = kLog2e * A[c][j];
-  }
   if (!variable_B) view.load(p.B.data, 0, p, part, constant_B);
   if (!variable_C) view.load(p.C.data, 0, p, part, constant_C);
   view.load(p.dlast_state, part.batch, p, part, dh);
@@ -263,7 +257,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_backw
     view.load(p.states, int64_t(part.batch) * p.chunks() + chunk, p, part, next_h);
   };
   if constexpr (Shape::kFast) {
-    if (p.length > 0) fetch_inputs(p.chunks() - 1);
+    if (p.length > 0) fetch_inputs(p.chunks() - 1);  // first, for the loads below wait for what they load
+  }
+  view.load(p.A, 0, p, part, A);
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) A[c][j] = kLog2e * A[c][j];
   }
   if (!p.seq_idx) offsets_ahead.store(p, 0, tiles.offsets);
 

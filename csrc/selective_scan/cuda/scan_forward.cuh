@@ -104,12 +104,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_forwa
   const LaneView<Shape> view;
   const bool variable_B = Shape::kFast || p.variable_B(), variable_C = Shape::kFast || p.variable_C();
   S A[kChannels][kStates], h[kChannels][kStates], constant_B[kChannels][kStates], constant_C[kChannels][kStates];
-  view.load(p.A, 0, p, part, A);
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) A[c][j] = kLog2e * A[c][j];
-  }
   if (!variable_B) view.load(p.B.data, 0, p, part, constant_B);
   if (!variable_C) view.load(p.C.data, 0, p, part, constant_C);
   const ChannelValues<Shape> bias(p.delta_bias, part), skip(p.D, part);
@@ -123,7 +117,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_forwa
     C_ahead.load(p, C_group, p.C.state_stride, tile_row);
     offsets_ahead.load(p, part, tile_row);
   };
-  if constexpr (Shape::kFast) fetch_inputs(0);
+  if constexpr (Shape::kFast) fetch_inputs(0);      // first, for the loads below wait for what they load
+  view.load(p.A, 0, p, part, A);
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) {
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) A[c][j] = kLog2e * A[c][j];
+  }
   if (!p.seq_idx) offsets_ahead.store(p, 0, offsets);
   view.load(p.initial, part.batch, p, part, h);
   if constexpr (Shape::kFast) wait_for_fetches();
