@@ -77,12 +77,15 @@ class ScriptedEnv:
 def test_short_episodes_do_not_count_more(run_folder, monkeypatch):
     """Fault of published code: averaging the first N episodes to finish would give 0 here instead of 5."""
     monkeypatch.setattr(evaluation_script, "make_vec_env", lambda *_: ScriptedEnv())
+    actor = SimpleNamespace(act=lambda *_: (np.array([2, 1]), None))
+    monkeypatch.setattr(evaluation_script, "build_actor", lambda *_, **__: actor)
     saved = read_model(run_folder)
     config = override_config(config_from_dict(saved.config), {"Evaluate.EpisodeNum": "4", "Evaluate.NumEnvs": "2"})
     world_model, agent = build_from(saved, config, torch.device("cpu"))
     result = evaluate(world_model, agent, config, seed=0)
     assert sorted(e.environment for e in result.episodes) == [0, 0, 1, 1]
     assert result.summary()["mean"] == 5.0
+    assert result.actions.tolist() == [2] and len(result.frames) == 2  # the first episode of the first environment
 
 
 @pytest.mark.parametrize(("episodes", "envs", "expected"), [(20, 10, [2] * 10), (7, 3, [3, 2, 2]), (1, 1, [1])])
