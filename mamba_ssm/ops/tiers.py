@@ -32,7 +32,7 @@ class _Operator:
     functions: dict[str, Callable] = field(default_factory=dict)            # tier -> implementation
     reasons: dict[str, str] = field(default_factory=dict)                   # tier -> why it can't be had
     told: set[tuple[str, str]] = field(default_factory=set)                 # (device type, text) already logged
-    chosen: dict[tuple[str, str], str] = field(default_factory=dict)        # (device type, tier asked for) -> tier
+    chosen: dict[tuple, str] = field(default_factory=dict)                  # what `_choose` decided from -> tier
 
     def why_not(self, tier: str) -> str | None:
         """Why `tier` can't run, or None if it can."""
@@ -132,13 +132,14 @@ def reference_instead(operator: str, device: torch.device, reason: str) -> Calla
 
 @torch.compiler.assume_constant_result
 def _choose(operator: str, device_type: str) -> str:
-    chosen, asked = _operators[operator].chosen, (device_type, _requested.get())
-    if asked not in chosen:                                  # on every call of an operator: explained only once
+    entry = _operators[operator]
+    asked = (device_type, _requested.get(), entry.tiers_by_device.get(device_type))
+    if asked not in entry.chosen:                            # on every call of an operator: explained only once
         report = explain(operator, device_type)
         if report.missing:
             _tell_once(operator, device_type, str(report))
-        chosen[asked] = report.tier
-    return chosen[asked]
+        entry.chosen[asked] = report.tier
+    return entry.chosen[asked]
 
 
 @torch.compiler.assume_constant_result
