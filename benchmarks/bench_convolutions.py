@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sub_models.space_to_depth
@@ -32,6 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 STACK = {"image_size": (3, 64, 64), "depth": 16, "mults": [1, 2, 3, 4, 4], "kernel": 5, "padding": "same"}
 STACK |= {"norm": "batch", "act": "SiLU", "first_stride_one": True}
 STOCH_DIM = 1024
+DEVICE = "cuda"
 FLOP_PER_S = 790e12  # measured on an H200
 VARIANTS = {  # re-laid, fused batch norm, compiled
     "plain": (False, False, False),
@@ -45,9 +47,9 @@ VARIANTS = {  # re-laid, fused batch norm, compiled
 def passes(encoder: Encoder, decoder: Decoder, frames: int, compile_them: bool) -> dict[str, Callable[[], object]]:
     """{what: one pass}, on the same images each time."""
     torch.manual_seed(1)
-    image = torch.rand(frames, 64, 64, 3, device="cuda").permute(0, 3, 1, 2)
-    many = torch.rand(4 * frames, 64, 64, 3, device="cuda").permute(0, 3, 1, 2)
-    stoch = torch.rand(frames, STOCH_DIM, device="cuda")
+    image = torch.rand(frames, 64, 64, 3, device=DEVICE).permute(0, 3, 1, 2)
+    many = torch.rand(4 * frames, 64, 64, 3, device=DEVICE).permute(0, 3, 1, 2)
+    stoch = torch.rand(frames, STOCH_DIM, device=DEVICE)
     params = [*encoder.parameters(), *decoder.parameters()]
 
     def stacks(image: Tensor, stoch: Tensor) -> Tensor:
@@ -62,14 +64,14 @@ def passes(encoder: Encoder, decoder: Decoder, frames: int, compile_them: bool) 
     def learning() -> tuple[Tensor, ...]:
         encoder.train()
         decoder.train()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = stacks(image, stoch)
         return loss.detach(), *torch.autograd.grad(loss, params, allow_unused=True)
 
     @torch.no_grad()
     def imagination() -> Tensor:
         encoder.eval()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return encode(many)
 
     return {"learning": learning, "imagination": imagination}
@@ -77,15 +79,15 @@ def passes(encoder: Encoder, decoder: Decoder, frames: int, compile_them: bool) 
 
 def operations(stack: nn.Module, inputs: Tensor) -> float:
     """Multiplications and additions of the forward pass of a plain stack."""
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         stack(inputs)
     return counter.get_total_flops()
 
 
 def floors(encoder: Encoder, decoder: Decoder, frames: int) -> dict[str, float]:
     """Least ms by operations: forward counts once, backward twice."""
-    encode = operations(encoder, torch.rand(1, 3, 64, 64, device="cuda"))
-    decode = operations(decoder, torch.rand(1, STOCH_DIM, device="cuda"))
+    encode = operations(encoder, torch.rand(1, 3, 64, 64, device=DEVICE))
+    decode = operations(decoder, torch.rand(1, STOCH_DIM, device=DEVICE))
     scale = 1e3 * frames / FLOP_PER_S
     return {"learning": 3 * (encode + decode) * scale, "imagination": 4 * encode * scale}
 
@@ -94,7 +96,7 @@ def measure(variants: list[str], frames: int, repeats: int) -> dict[str, dict[st
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     modules = [Encoder(**STACK), Decoder(STOCH_DIM, final_sigmoid=True, **STACK)]
-    modules = [module.to("cuda", memory_format=torch.channels_last) for module in modules]
+    modules = [module.to(DEVICE, memory_format=torch.channels_last) for module in modules]
     results: dict[str, dict[str, object]] = {"floor": floors(*(copy.deepcopy(m).eval() for m in modules), frames)}
     expected = {}
     for variant in variants:
