@@ -28,6 +28,7 @@ from tools.run import Run
 logger = logging.getLogger("drama.tools")
 
 FAULT_FORMAT = 1
+MODEL_FILE = "model.pt"
 SHOWN = 6  # names in one line of a report
 REPEATS = 5  # times that a batch is tried: latents and actions are drawn anew, and may or may not meet the fault
 ROWS = ("obs", "action", "reward", "termination", "is_first")
@@ -118,13 +119,13 @@ class DivergenceWatch:
             "format": FAULT_FORMAT,
             "part": last.part,
             "step": step,
-            "model": "model.pt",
+            "model": MODEL_FILE,
             "values": values,
             "batch": {name: getattr(batch, name) for name in ROWS},
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / "model.pt", serialise(self.run.described(step, {**model, "spaces": self.spaces})))
+            write_atomic(folder / MODEL_FILE, serialise(self.run.described(step, {**model, "spaces": self.spaces})))
             write_atomic(folder / "batch.pt", serialise(content))
         except OSError as error:
             return f"its rows could not be saved in {folder} ({error_reason(error)})"
@@ -175,8 +176,8 @@ def read_fault(path: str | Path) -> Fault:
         raise CheckpointError(f"{path}: format {content['format']}, this version reads {FAULT_FORMAT}")
     if content["part"] not in ("world_model", "agent"):
         raise CheckpointError(f"{path}: a batch of {content['part']!r}, expected world_model or agent")
-    if Path(content["model"]).name != content["model"]:
-        raise CheckpointError(f"{path}: names the model {content['model']!r}, which is not a file beside it")
+    if content["model"] != MODEL_FILE:
+        raise CheckpointError(f"{path}: names the model {content['model'][:80]!r}, expected {MODEL_FILE!r} beside it")
     values = {str(name): float(value) for name, value in content["values"].items() if isinstance(value, int | float)}
     batch = _checked_batch(path, content["batch"])
     return Fault(path, path.with_name(content["model"]), content["part"], content["step"], values, batch)

@@ -51,6 +51,7 @@ FACTS = {  # what is read of summary.json and origin.json, with its types
     "hardware": (dict, "object"),
     "versions": (dict, "object"),
     "commit": (str | None, "text"),
+    "config": (dict, "object"),
     "command": (str, "text"),
     "note": (str, "text"),
 }
@@ -141,15 +142,16 @@ def collect(paths: Iterable[str | Path]) -> list[Result]:
     Raises:
         ResultError: a path does not exist, or there is no result at all.
     """
-    folders: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}  # by where they really are
     for path in map(Path, paths):
         if not path.is_dir():
             raise ResultError(f"{path}: no such folder, expected a run's, a sweep's or one that holds such")
         found = sorted(file.parent for file in path.rglob("metrics.jsonl") if _is_result(file.parent))
         if not found:
             raise ResultError(f"{path}: no run in it or below it: none has {RUN_CONFIG_NAME} and metrics.jsonl")
-        folders |= dict.fromkeys(found)
-    return label_settings([read_result(folder) for folder in folders])
+        for folder in found:
+            folders.setdefault(folder.resolve(), folder)
+    return label_settings([read_result(folder) for folder in folders.values()])
 
 
 def _is_result(folder: Path) -> bool:
@@ -231,14 +233,15 @@ def store_run(source: Path, folder: Path) -> None:
     """
     if not (source / RUN_CONFIG_NAME).is_file() or not (source / "metrics.jsonl").is_file():
         raise ResultError(f"{source}: not a run's folder, it has no {RUN_CONFIG_NAME} or no metrics.jsonl")
+    if folder.resolve() == source.resolve():
+        raise ResultError(f"{folder}: is the run's own folder, whose files would be replaced; store it elsewhere")
     result = read_result(source)
     copied = [source / "metrics.jsonl", *source.glob("eval/*/episodes.csv"), *result.pictures().values()]
     copied += [source / "pictures" / "learning_curve.png"]
     written = {source / RUN_CONFIG_NAME: config_to_yaml(override_config(result.config, ANYWHERE))}
     for file in source.glob("eval/*/summary.json"):
-        summary = read_json(file)
-        summary["config"] = _anywhere(summary["config"])
-        written[file] = json.dumps(summary, indent=2)
+        summary = _read_facts(file, (*EVALUATION_FACTS, "config"))
+        written[file] = json.dumps({**summary, "config": _anywhere(summary["config"])}, indent=2)
     if result.origin:
         command = re.sub(r"(?<![\w.])/(?:[^\s'/]+/)+", "", result.origin.get("command", ""))
         written[source / ORIGIN] = json.dumps({**result.origin, "command": command}, indent=1)
@@ -349,7 +352,7 @@ def machine(hardware: Mapping[str, Any]) -> str:
     accelerator = hardware.get("accelerator", "none")
     cores = f"{hardware['cores']} cores" if "cores" in hardware else None
     parts = [accelerator if accelerator != "none" else None, hardware.get("processor"), cores, hardware.get("system")]
-    return ", ".join(part for part in parts if part) or "-"
+    return ", ".join(str(part) for part in parts if part) or "-"
 
 
 def _use(result: Result, score: Score | None) -> str:

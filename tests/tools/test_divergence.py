@@ -211,7 +211,9 @@ def content(**changes):
     [
         ({"format": 9}, "format 9, this version reads 1"),
         ({"part": "critic"}, "expected world_model or agent"),
-        ({"model": "../../secret/model.pt"}, "not a file beside it"),
+        ({"model": "../../secret/model.pt"}, "expected 'model.pt' beside it"),
+        ({"model": ""}, "expected 'model.pt' beside it"),
+        ({"model": "m" * 5000}, "expected 'model.pt' beside it"),
         ({"batch": {}}, "lacks obs, action, reward, termination, is_first"),
         ({"batch": {**content()["batch"], "reward": torch.zeros(2, 5)}}, "not rows of a replay"),
         ({"batch": {**content()["batch"], "obs": torch.zeros(2, 6, 4, 4, 3)}}, "obs is torch.float32"),

@@ -1,6 +1,7 @@
 """Results: found in folders, labelled by what differs, stored small, described by a card."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.test_train import run_training
 from tests.tools.made_results import make_result
 from tools.checkpoints import read_model
-from tools.results import ResultError, card, collect, grouped, read_result, store_run
+from tools.results import ResultError, card, collect, grouped, machine, read_result, store_run
 
 
 def test_runs_are_found_below_a_folder_and_once(tmp_path):
@@ -18,6 +19,8 @@ def test_runs_are_found_below_a_folder_and_once(tmp_path):
     (tmp_path / "sweep" / "other" / "metrics.jsonl").write_text("")
     results = collect([tmp_path / "sweep", tmp_path / "sweep" / "runs" / "a"])
     assert [(r.folder.name, r.seed, r.setting) for r in results] == [("one", 0, "default"), ("two", 1, "default")]
+    (tmp_path / "link").symlink_to(tmp_path / "sweep" / "runs" / "a")
+    assert len(collect([tmp_path / "sweep", tmp_path / "link", os.path.relpath(tmp_path / "sweep")])) == 2
 
 
 def test_what_is_no_result_is_named(tmp_path):
@@ -80,6 +83,28 @@ def test_a_run_is_stored_without_what_only_resuming_needs(tmp_path, caplog):
     assert collect([tmp_path / "stored"])[0].score().mean == 1.0
     with pytest.raises(ResultError, match="not a run's folder"):
         store_run(tmp_path, tmp_path / "other")
+
+
+def test_a_run_is_not_stored_over_itself(tmp_path):
+    """A model.pt in a run's folder would be taken for its newest checkpoint, its configuration would forget RunDir."""
+    source = make_result(tmp_path / "run", BasicSettings__RunDir="/elsewhere")
+    before = (source / "config.yaml").read_bytes()
+    with pytest.raises(ResultError, match="the run's own folder"):
+        store_run(source, tmp_path / "other" / ".." / "run")
+    assert (source / "config.yaml").read_bytes() == before and not (source / "CARD.md").exists()
+
+
+@pytest.mark.parametrize("summary", [[], {"mean": 1.0}, {"mean": 1.0, "config": 3}])
+def test_an_evaluation_of_something_else_is_not_stored(tmp_path, summary):
+    source = make_result(tmp_path / "run", evaluation=[1.0])
+    (source / "eval" / "training_1").mkdir()
+    (source / "eval" / "training_1" / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ResultError, match=r"training_1/summary[.]json: not a result"):
+        store_run(source, tmp_path / "stored")
+
+
+def test_hardware_of_others_is_text():
+    assert machine({"accelerator": 5, "processor": ["<b>"], "cores": None}) == "5, ['<b>'], None cores"
 
 
 def test_a_stored_run_does_not_tell_where_it_lay(tmp_path):
