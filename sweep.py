@@ -24,6 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from env_wrapper import make_env
+from envs.common import UnusableEnvironment
 from tools.checkpoints import CheckpointError
 from tools.provenance import provenance
 from tools.sweeps import (
@@ -105,6 +107,8 @@ class LocalPlace:
         environment = self._slots.get()
         try:
             return attempt(str(sweep.folder), run.name, environment)
+        except (ConfigError, CheckpointError, OSError) as error:  # of this run alone, as it would be through Ray
+            return Outcome(False, 0.0, str(error))
         finally:
             self._slots.put(environment)
 
@@ -116,7 +120,7 @@ class RayPlace:
         import ray
 
         self._ray = ray
-        address = options.address or os.environ.get("RAY_ADDRESS")
+        address = _cluster(options)
         local = {} if address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         ray.init(address or "local", log_to_driver=False, logging_level="warning", **local)
         resources = ray.cluster_resources()
@@ -156,6 +160,11 @@ class RayPlace:
 
     def close(self) -> None:
         self._ray.shutdown()
+
+
+def _cluster(options: argparse.Namespace) -> str | None:
+    """The address of the Ray cluster that runs are to go to; None: they stay on this machine."""
+    return None if options.backend == "local" else options.address or os.environ.get("RAY_ADDRESS")
 
 
 def _visible_gpus() -> list[str]:
@@ -323,6 +332,9 @@ def run_sweep(options: argparse.Namespace, words: list[str]) -> Sweep:
     """Open or begin the sweep and work it off; SIGINT and SIGTERM save and leave, a second one leaves at once."""
     planned = plan(options.games, options.seeds, options.set, words)
     folder = options.out.resolve()
+    if _cluster(options) is None:  # else this machine need not have what environments ask for
+        for run, config in {run.env: (run, config) for run, config in planned}.values():
+            make_env(run.env, config, run.seed).close()
     with locked(folder):
         sweep = open_sweep(folder, planned)
         sweep.origin = provenance()
@@ -364,9 +376,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, words = parse(argv)
     try:
         sweep = run_sweep(options, words)
-    except (ConfigError, SweepError, CheckpointError, OSError) as error:
+    except (ConfigError, UnusableEnvironment, SweepError, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError | UnusableEnvironment) else 1
     print_summary(sweep)
     print(f"report with: python eval.py --report {options.out}")
     return 1 if sweep.unfinished() else 0

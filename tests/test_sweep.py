@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import sweep as sweep_script
-from sweep import Display, main, parse, table, work_off
+from sweep import Display, LocalPlace, main, parse, table, work_off
 from tools.sweeps import FAILED, FINISHED, RUNNING, WAITING, Outcome, Sweep, SweepRun, plan, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,7 +113,19 @@ def test_the_words_for_training_are_passed_on(tmp_path):
 def test_faults_are_one_line(tmp_path, capsys):
     assert main(["--out", str(tmp_path), "--games", "Pong", "--seeds", "0", "--n.o", "1"]) == 2
     assert main(["--out", str(tmp_path / "none")]) == 1
-    assert [line[:7] for line in capsys.readouterr().err.strip().splitlines()] == ["error: "] * 2
+    assert main(["--out", str(tmp_path / "typo"), "--games", "Toy/Cathc-v0", "--seeds", "0", *TINY]) == 2
+    assert [line[:7] for line in capsys.readouterr().err.strip().splitlines()] == ["error: "] * 3
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_run_that_cannot_be_read_does_not_end_the_others(tmp_path):
+    (sweep := made_sweep(tmp_path, "a")).save()
+    (tmp_path / "runs" / "a" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "one" / "config.yaml").write_text("a: [")
+    place = LocalPlace(parse(["--out", str(tmp_path)])[0], uses_gpu=False)
+    work_off(sweep, place, retries=0, display=Display(io.StringIO()), stop=threading.Event())
+    place.close()
+    assert sweep.runs[0].status == FAILED and "config.yaml: line 1: not YAML" in sweep.runs[0].error
 
 
 def test_each_slot_is_a_share_of_a_gpu(monkeypatch):

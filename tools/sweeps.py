@@ -34,6 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = "sweep.json"
 MANIFEST_FORMAT = 1
 WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
+OWN_KEYS = {  # what a sweep sets itself for each run, and what says it
+    "BasicSettings.Env_name": "--games varies it",
+    "BasicSettings.Seed": "--seeds varies it",
+    "BasicSettings.RunDir": "each run has its place in the sweep's folder",
+}
 POLL_SECONDS = 0.2
 LOCK_SECONDS = 120  # how long a run whose folder another process still holds is waited for
 TAIL_BYTES = 1 << 16  # of metrics.jsonl that the table reads
@@ -96,6 +101,9 @@ def expand_settings(settings: Sequence[str]) -> list[dict[str, str]]:
         key, given, values = word.partition("=")
         if not given or not key or not values:
             raise SweepError(f"--set {word}: expected KEY=value,value")
+        if key in choices or key in OWN_KEYS:
+            problem = OWN_KEYS.get(key, "it was varied already: name all its values in one --set")
+            raise SweepError(f"--set {key}: {problem}")
         choices[key] = re.split(r",(?![^\[]*\])", values)
     return [dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())]
 
@@ -114,6 +122,8 @@ def plan(games: Sequence[str], seeds: Sequence[int], settings: Sequence[str], wo
         own = [f"--BasicSettings.Env_name={env}", f"--BasicSettings.Seed={seed}"]
         line = [*words, *(f"--{key}={value}" for key, value in chosen.items()), *own]
         command = load_config(line, "train.py")
+        if command.doctor or command.debug_batch is not None or command.profile is not None:
+            raise SweepError("a sweep only trains and evaluates: leave out --doctor, --debug-batch and --profile")
         if command.resume is not None or command.config.BasicSettings.Device.startswith("cuda:"):
             raise SweepError("a sweep resumes and places its runs itself: leave out --resume and the number of a GPU")
         parts = [env.removeprefix("ALE/"), *([] if setting == "default" else [setting]), f"seed{seed}"]
@@ -152,7 +162,10 @@ def read_sweep(folder: Path) -> Sweep | None:
     content = read_json(folder / MANIFEST)
     if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
         raise SweepError(f"{folder / MANIFEST}: not a manifest of this version, which writes format {MANIFEST_FORMAT}")
-    runs = [SweepRun(**run) for run in content.pop("runs")]
+    try:
+        runs = [SweepRun(**run) for run in content.pop("runs")]
+    except (KeyError, TypeError):
+        raise SweepError(f"{folder / MANIFEST}: damaged, its list of runs can't be read") from None
     del content["format"]
     return Sweep(folder, runs, content)
 

@@ -52,6 +52,10 @@ def test_settings_are_every_combination():
     assert expand_settings([]) == [{}]
     with pytest.raises(SweepError, match="expected KEY=value,value"):
         expand_settings(["A.b"])
+    with pytest.raises(SweepError, match=r"A\.b: it was varied already"):
+        expand_settings(["A.b=1", "A.b=2"])
+    with pytest.raises(SweepError, match="--seeds varies it"):
+        expand_settings(["BasicSettings.Seed=1,2"])
 
 
 def test_a_plan_is_checked_as_a_whole():
@@ -68,6 +72,9 @@ def test_a_plan_is_checked_as_a_whole():
         plan(["Pong"], [0], [], ["--BasicSettings.Device=cuda:0"])
     with pytest.raises(SweepError, match="several runs would be called"):
         plan(["Pong"], [0], ["JointTrainAgent.Tau=5,5"], [])
+    for words in (["--profile", "3"], ["--doctor"], ["--debug-batch", "batch.pt"]):
+        with pytest.raises(SweepError, match="only trains and evaluates"):
+            plan(["Pong"], [0], [], words)
 
 
 def test_a_sweep_is_gone_on_with(tmp_path):
@@ -93,6 +100,10 @@ def test_folders_that_hold_no_sweep_are_refused(tmp_path):
     (tmp_path / "sweep.json").write_text("[]")
     with pytest.raises(SweepError, match="not a manifest of this version"):
         read_sweep(tmp_path)
+    for rest in ("", ', "runs": 5', ', "runs": [{"name": "a"}]', ', "runs": [{"other": 1}]', ', "runs": ["a"]'):
+        (tmp_path / "sweep.json").write_text(f'{{"format": 1{rest}}}')
+        with pytest.raises(SweepError, match="damaged"):
+            read_sweep(tmp_path)
 
 
 def test_a_run_is_finished_when_its_last_step_is_saved_and_evaluated(tmp_path):
