@@ -332,7 +332,9 @@ def evaluation_command(argv: Sequence[str]) -> None:
     command = load_config(words.config, "eval.py")
     path = words.path or command.config.BasicSettings.SavePath
     if path is None:
-        raise ConfigError("BasicSettings.SavePath = null: name the run's folder or checkpoint file to evaluate")
+        raise ConfigError(
+            "what to evaluate? python eval.py PATH: a run's folder, a checkpoint or a model.pt; see --help"
+        )
     if words.store is not None:
         store_run(Path(path), Path(words.store))
         print(f"stored in {words.store}")

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import imageio.v2 as imageio
@@ -17,6 +19,8 @@ from tests.test_train import run_training
 from tools.checkpoints import read_model
 from tools.run import read_metrics
 from utils import config_from_dict, override_config
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +189,14 @@ def test_the_help_names_all_uses(capsys):
         assert word in printed
 
 
-def test_five_lines_play_an_episode(run_folder):
+def test_the_readme_plays_an_episode(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (example,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out) in (-1.0, 1.0)
+
+
+def test_every_name_of_a_model_loads(run_folder):
     checkpoint = max((run_folder / "ckpt").glob("step_*"))
     for path in (run_folder, checkpoint, checkpoint / "model.pt"):
         world_model, agent = load(path, device="cpu")
@@ -204,7 +215,7 @@ def test_continuous_runs_evaluate(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        ([], 2, "BasicSettings.SavePath"),
+        ([], 2, "python eval.py PATH"),
         (["--BasicSettings.SavePath", "no/such/run"], 2, "no/such/run"),
         (["--Evaluate.EpisodeNum", "0"], 2, "Evaluate.EpisodeNum"),
         (["some/run", "--export"], 2, "--export: needs a value"),
