@@ -520,10 +520,17 @@ class Run:
         self._flushed = (self.start_step, time.monotonic())
         self._handler = _BarHandler()
         self._old_level = logging.getLogger("drama").level
-        logging.getLogger().addHandler(self._handler)
+        # A library that logs at its import, like dm_control, gives the root a handler: every line would stand twice.
+        root = logging.getLogger()
+        self._muted = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
+        for handler in self._muted:
+            root.removeHandler(handler)
+        root.addHandler(self._handler)
         logging.getLogger("drama").setLevel(logging.INFO)
         if resumed:
             logger.info("%s goes on at step %d", folder, self.start_step)
+        else:
+            logger.info("the run's folder is %s", folder)
         self._told_unsaved = False
         self._closed = False
         self._old_signals: dict[int, Any] = {}
@@ -558,7 +565,10 @@ class Run:
         if picture and (self.folder / "metrics.jsonl").stat().st_size:
             with self._warning_if_full("the learning curve"):
                 learning_curve(self.folder)
-        logging.getLogger().removeHandler(self._handler)
+        root = logging.getLogger()
+        root.removeHandler(self._handler)
+        for handler in self._muted:
+            root.addHandler(handler)
         logging.getLogger("drama").setLevel(self._old_level)
         os.close(self._lock)
 
@@ -587,12 +597,12 @@ class Run:
 
     def report(self) -> str:
         """What a user wants to know at the end: how the return developed, and where to look."""
-        return (
-            f"{self._score_report()}\n"
-            f"learning curve: {self.folder / 'pictures' / 'learning_curve.png'}\n"
-            f"reconstructions and open-loop predictions: {self.folder / 'pictures'}\n"
-            f"evaluate with: python eval.py --BasicSettings.SavePath {self.folder}"
-        )
+        pictures = self.folder / "pictures"
+        lines = [self._score_report(), f"learning curve: {pictures / 'learning_curve.png'}"]
+        lines.append(f"reconstructions and open-loop predictions: {pictures}")
+        if self._checkpoints.complete():
+            lines.append(f"evaluate with: python eval.py {self.folder}")
+        return "\n".join(lines)
 
     def _score_report(self) -> str:
         steps, returns = read_metrics(self.folder).get(EPISODE_RETURN, (np.zeros(0), np.zeros(0)))
@@ -689,6 +699,7 @@ class Run:
             if not self._told_unsaved:
                 logger.info("JointTrainAgent.SaveModels is false: no checkpoints are written")
             self._told_unsaved = True
+            self.log(step, {})  # no checkpoint says how far the run got: its last step is one of the log
             return None
         started = time.monotonic()
         files = {

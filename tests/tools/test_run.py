@@ -433,6 +433,19 @@ def test_without_a_terminal_progress_is_lines(capsys):
     assert "\r" not in text
 
 
+def test_lines_stand_once_where_a_library_logs_at_its_import(config, capsys):
+    """dm_control does, which gives the root a handler of its own."""
+    foreign = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(foreign)
+    try:
+        with open_run(config):
+            logging.getLogger("drama").info("said once")
+        assert foreign in logging.getLogger().handlers
+    finally:
+        logging.getLogger().removeHandler(foreign)
+    assert capsys.readouterr().err.count("said once") == 1
+
+
 def test_a_log_file_on_the_full_disk_does_not_end_the_run(config, monkeypatch):
     """stderr often goes to the very disk that is full."""
 
@@ -494,6 +507,8 @@ def test_save_models_false_writes_none_and_says_so_once(tmp_path, caplog):
         for step in (1, 2):
             assert run.save_checkpoint(step, model=MODEL, train={}) is None
         assert os.listdir(run.folder / "ckpt") == []
+        assert "eval.py" not in run.report()
+    assert '"step": 2' in (run.folder / "metrics.jsonl").read_text(), "how far the run got is known by its log"
     assert caplog.text.count("SaveModels is false") == 1
 
 

@@ -117,6 +117,11 @@ def test_a_run_is_finished_when_its_last_step_is_saved_and_evaluated(tmp_path):
     assert not is_trained(folder) and not is_evaluated(folder)
 
 
+def test_a_run_without_checkpoints_is_finished_between_two_lines_of_metrics(tmp_path):
+    folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 43, "--JointTrainAgent.SaveModels", "false")
+    assert is_trained(folder) and progress_of(folder)[0] == 43
+
+
 def test_progress_survives_half_lines(tmp_path):
     assert progress_of(tmp_path) == (0, None)
     lines = ['{"step": 10, "episode/return": 1.0}', '{"step": 20, "episode/return": 3.0}', '{"step": 30, "loss"']
