@@ -303,8 +303,8 @@ def _honesty(results: Sequence[Result]) -> str:
     short = sum(result.game in reference_scores() and result.steps < 100_000 for result in results)
     if short:
         sentences.append(
-            f"{short} of {len(results)} ended before 100,000 steps: a sample of what training does, "
-            "not comparable with published scores."
+            f"{short} of {len(results)} played an Atari game for less than the 100,000 steps of published scores: a "
+            "sample of what training does, not comparable with them."
         )
     unscored = sum((score := result.score()) is not None and not score.evaluated for result in results)
     if unscored:

@@ -104,8 +104,11 @@ class Result:
 
     @property
     def steps(self) -> int:
-        """The newest environment step that was logged."""
-        return max((int(steps[-1]) for steps, _ in self.metrics.values() if len(steps)), default=0)
+        """The newest environment step that was logged, saved or evaluated."""
+        logged = [int(steps[-1]) for steps, _ in self.metrics.values() if len(steps)]
+        named = [*self.folder.glob("ckpt/step_*"), *self.folder.glob("eval/step_*")]
+        saved = [int(path.name[5:]) for path in named if path.name[5:].isdigit()]
+        return max([*logged, *saved], default=0)
 
     def score(self) -> Score | None:
         """Of the newest evaluation; without one the last training episodes', None before the first episode ended."""

@@ -278,6 +278,11 @@ def saved_step(folder: Path, config: Config) -> int:
     """The step from which the run would go on; the newest one logged where no checkpoints are kept."""
     if not config.JointTrainAgent.SaveModels:
         return progress_of(folder)[0]
+    return newest_checkpoint(folder)
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest checkpoint, 0 without one."""
     complete = CheckpointFolder(folder / "ckpt").complete()
     return int(CheckpointFolder.NAME.fullmatch(complete[-1].name)[1]) if complete else 0
 
@@ -339,7 +344,7 @@ def _why(log: Path, code: int) -> str:
 
 
 def progress_of(folder: Path) -> tuple[int, float | None]:
-    """The newest step logged, and the mean return of the last episodes; (0, None) at the start."""
+    """The newest step logged or saved, and the mean return of the last episodes; (0, None) at the start."""
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -353,7 +358,7 @@ def progress_of(folder: Path) -> tuple[int, float | None]:
             step = int(record["step"])
             returns += [record[EPISODE_RETURN]] if EPISODE_RETURN in record else []
     recent = returns[-RECENT_EPISODES:]
-    return step, sum(recent) / len(recent) if recent else None
+    return max(step, newest_checkpoint(folder)), sum(recent) / len(recent) if recent else None
 
 
 def evaluation_of(folder: Path) -> dict[str, Any] | None:

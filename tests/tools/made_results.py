@@ -21,7 +21,7 @@ def make_result(folder, env="ALE/Pong-v5", seed=0, returns=(-21.0, -20.0), evalu
     for name in ("reconstruction_000000100", "reconstruction_000002000", "open_loop_000002000"):
         save_png(folder / "pictures" / f"{name}.png", np.full((8, 8, 3), seed, np.uint8))
     if evaluation is not None:
-        target = folder / "eval" / "step_000002000"
+        target = folder / "eval" / "step_000001000"
         target.mkdir(parents=True)
         mean = float(np.mean(evaluation))
         summary = {"mean": mean, "episodes": len(evaluation), "mean_interval_95": [mean - 1, mean + 1], "greedy": True}

@@ -87,7 +87,7 @@ def test_scores_stand_beside_the_published_ones(results):
 
 def test_what_a_reader_must_know_comes_first(sections):
     text = sections[0].text
-    assert text.startswith("9 runs, 1 to 2 seeds each. 8 of 9 ended before 100,000 steps")
+    assert text.startswith("9 runs, 1 to 2 seeds each. 8 of 9 played an Atari game for less than the 100,000 steps")
     assert "1 of 9 not evaluated" in text
 
 

@@ -75,7 +75,7 @@ def test_a_run_is_stored_without_what_only_resuming_needs(tmp_path, caplog):
         "CARD.md",
         "config.yaml",
         "metrics.jsonl",
-        "eval/step_000002000/summary.json",
+        "eval/step_000001000/summary.json",
         "pictures/open_loop_000002000.png",
         "pictures/reconstruction_000002000.png",
     }

@@ -13,7 +13,7 @@ from tools.results import ResultError, card, read_result
 from utils import load_config
 
 ORIGIN = {"command": "train.py", "hardware": {"cpu": "x"}, "versions": {"torch": "2"}, "commit": None, "note": "n"}
-FILES = ["metrics.jsonl", "origin.json", "eval/step_000002000/summary.json"]
+FILES = ["metrics.jsonl", "origin.json", "eval/step_000001000/summary.json"]
 
 
 def other_value(content, rng):
