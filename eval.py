@@ -306,6 +306,8 @@ def split_words(words: Sequence[str]) -> Words:
         if not value or value.startswith("--"):
             raise ConfigError(f"{name}: needs a value")
         own[name.removeprefix("--")] = value
+    if None not in own.values():
+        raise ConfigError("--export and --store: one at a time")
     return Words(path, **own, config=rest)
 
 

@@ -219,6 +219,7 @@ def test_continuous_runs_evaluate(tmp_path):
         (["--BasicSettings.SavePath", "no/such/run"], 2, "no/such/run"),
         (["--Evaluate.EpisodeNum", "0"], 2, "Evaluate.EpisodeNum"),
         (["some/run", "--export"], 2, "--export: needs a value"),
+        (["some/run", "--export", "a.pt", "--store", "b"], 2, "one at a time"),
         (["--report", "no/such/run"], 1, "no/such/run"),
     ],
 )

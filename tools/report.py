@@ -183,7 +183,8 @@ class Benchmark:
             value = result.normalised()
             if value is not None:
                 scores.setdefault(result.setting, {}).setdefault(result.game, []).append(value)
-        return cls(scores)
+        games = dict.fromkeys(game for by_game in scores.values() for game in by_game)  # in one order for all settings
+        return cls({name: {game: found[game] for game in games if game in found} for name, found in scores.items()})
 
     def games(self) -> list[str]:
         return list(dict.fromkeys(game for by_game in self.scores.values() for game in by_game))

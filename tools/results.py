@@ -201,12 +201,20 @@ def label_settings(results: Sequence[Result]) -> list[Result]:
         for key in flat[0]
         if any(keys[key] != first[result.env][key] for result, keys in zip(results, flat, strict=True))
     ]
-    differences = [", ".join(f"{key.rpartition('.')[2]} {keys[key]}" for key in varying) or "default" for keys in flat]
+    names = {key: _short_name(key, varying) for key in varying}
+    differences = [", ".join(f"{name} {keys[key]}" for key, name in names.items()) or "default" for keys in flat]
     numbers = {text: f"setting {i}" for i, text in enumerate(dict.fromkeys(differences), start=1)}
     return [
         replace(result, setting=numbers[text] if len(varying) > LABEL_KEYS else text, differences=text)
         for result, text in zip(results, differences, strict=True)
     ]
+
+
+def _short_name(key: str, keys: Sequence[str]) -> str:
+    """As many of the last parts of `key` as tell it from the other `keys`: Optimiser, or AC.Optimiser."""
+    parts = key.split(".")
+    tails = (".".join(parts[i:]) for i in range(len(parts) - 1, 0, -1))
+    return next((tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in keys) == 1), key)
 
 
 def _method_keys(config: Config) -> dict[str, Any]:

@@ -107,6 +107,14 @@ def test_aggregates_are_of_the_games_alone(sections):
     assert boxing[2:] == ["1", "0.000 (0.000 to 0.000)"]  # 61 against 78, the one game whose score is known
 
 
+def test_settings_on_the_same_games_are_compared_in_whatever_order_they_were_found(tmp_path):
+    for number, (game, tau) in enumerate([("Pong", 10), ("Boxing", 10), ("Boxing", 3), ("Pong", 3)]):
+        make_result(tmp_path / str(number), f"ALE/{game}-v5", returns=[float(number)], JointTrainAgent__Tau=tau)
+    benchmark = report.Benchmark.of(collect([tmp_path]))
+    assert benchmark.comparable() == [("Tau 10.0", "Tau 3.0")]
+    assert all(list(by_game) == ["Pong", "Boxing"] for by_game in benchmark.scores.values())
+
+
 def test_without_the_library_the_rest_is_there(results, monkeypatch):
     monkeypatch.setattr(report, "why_no_aggregates", lambda: "rliable is not installed")
     monkeypatch.setattr(figures, "learning_curves", lambda _: b"")

@@ -39,6 +39,13 @@ def test_settings_are_the_keys_that_differ_within_an_environment(tmp_path):
     assert list(grouped(results)) == [(r.env, r.setting) for r in results]
 
 
+def test_keys_of_one_name_are_told_apart(tmp_path):
+    keys = {"Models__WorldModel__Optimiser": "Adam", "Models__Agent__AC__Optimiser": "Adam"}
+    make_result(tmp_path / "1")
+    make_result(tmp_path / "2", **keys, JointTrainAgent__Tau=5)
+    assert collect([tmp_path])[1].setting == "Tau 5.0, WorldModel.Optimiser Adam, AC.Optimiser Adam"
+
+
 def test_many_differences_become_a_number(tmp_path):
     keys = {"JointTrainAgent__Tau": 5, "JointTrainAgent__Alpha": 2, "JointTrainAgent__Beta": 2}
     make_result(tmp_path / "1")
