@@ -295,6 +295,9 @@ _SAMPLES = (
 )
 
 
+_BARS_CAPTION = "Human-normalised scores; published ones are of 100,000 steps"
+
+
 def _honesty(results: Sequence[Result]) -> str:
     """What a reader has to know before believing a score."""
     seeds = {len(group) for group in grouped(results).values()}
@@ -318,7 +321,7 @@ def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
     if not benchmark.scores:
         return []
     bars = figures.game_bars(benchmark.means(), BARS, PUBLISHED)
-    sections = [Section("By game", "", [], [Picture("Human-normalised scores", "figures/games.png", bars)])]
+    sections = [Section("By game", "", [], [Picture(_BARS_CAPTION, "figures/games.png", bars)])]
     if len(benchmark.games()) < 2:
         return sections
     obstacle = why_no_aggregates()
