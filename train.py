@@ -302,7 +302,7 @@ def debug_batch(path: str, given: Mapping[str, Any]) -> None:
     config = override_config(config_from_dict(saved.config), given)
     basic = config.BasicSettings
     world_model, agent = build_from(saved, config, resolve_device(basic.Device))
-    check_fits(fault, world_model, (basic.ImageSize, basic.ImageSize, basic.ImageChannel))
+    check_fits(fault, world_model, agent, (basic.ImageSize, basic.ImageSize, basic.ImageChannel))
     print(examine(fault, world_model, agent, config.JointTrainAgent.ImagineBatchLength))
 
 

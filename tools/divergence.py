@@ -197,11 +197,13 @@ def _checked_batch(path: Path, rows: dict[str, Any]) -> Batch:
     return Batch(**{name: rows[name].contiguous() for name in ROWS})
 
 
-def check_fits(fault: Fault, world_model: WorldModel, image_shape: tuple[int, ...]) -> None:
+def check_fits(fault: Fault, world_model: WorldModel, agent: ActorCriticAgent, image_shape: tuple[int, ...]) -> None:
     """CheckpointError where the batch was not made for a model with these observations (H, W, C) and actions."""
     obs, action, actions = fault.batch.obs, fault.batch.action, world_model.num_actions
     fits = tuple(obs.shape[2:]) == image_shape and (action.dim() == 2) == (actions is not None)
-    if fits and actions is not None:
+    if fits and actions is None:
+        fits = action.dtype == torch.float32 and action.shape[2] == agent.actions.action_dim
+    elif fits:
         fits = action.dtype == torch.int64 and int(action.min()) >= 0 and int(action.max()) < actions
     if not fits:
         raise CheckpointError(f"{fault.path}: its rows are not those of the model {fault.model}")

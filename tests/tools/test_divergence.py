@@ -229,13 +229,23 @@ def test_a_file_of_something_else_is_one_line(tmp_path, changes, text):
 
 def test_rows_of_another_model_are_refused(tmp_path):
     """An action that the model does not have would be a crash in a kernel."""
-    world_model, fault = make_world_model(), make_fault(tmp_path)
-    check_fits(fault, world_model, (SIZE, SIZE, 3))
+    world_model, fault, sizes = make_world_model(), make_fault(tmp_path), (SIZE, SIZE, 3)
+    agent = make_agent_for(world_model)
+    check_fits(fault, world_model, agent, sizes)
     fault.batch.action[0, 0] = A
     with pytest.raises(CheckpointError, match="not those of the model"):
-        check_fits(fault, world_model, (SIZE, SIZE, 3))
+        check_fits(fault, world_model, agent, sizes)
+    moving = dataclasses.replace(fault, batch=make_batch(continuous=True))
     with pytest.raises(CheckpointError, match="not those of the model"):
-        check_fits(dataclasses.replace(fault, batch=make_batch(continuous=True)), world_model, (SIZE, SIZE, 3))
+        check_fits(moving, world_model, agent, sizes)
+    world_model = make_world_model(continuous=True)
+    agent = make_agent_for(world_model)
+    check_fits(moving, world_model, agent, sizes)
+    for action in (moving.batch.action[..., :1], moving.batch.action.double()):
+        with pytest.raises(CheckpointError, match="not those of the model"):
+            check_fits(
+                dataclasses.replace(moving, batch=moving.batch._replace(action=action)), world_model, agent, sizes
+            )
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
