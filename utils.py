@@ -345,7 +345,8 @@ def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
     else:
         path = Path(words.resume) / RUN_CONFIG_NAME
         if not path.is_file():
-            raise ConfigError(f"--resume {words.resume}: not a run's folder, it has no {RUN_CONFIG_NAME}")
+            why = f"not a run's folder, it has no {RUN_CONFIG_NAME}" if path.parent.is_dir() else "no such folder"
+            raise ConfigError(f"--resume {words.resume}: {why}")
         base = _read_layer(path)
     given: dict[str, Any] = {}
     for path in words.files:

@@ -112,6 +112,7 @@ def test_doctor_and_resume_belong_to_training(tmp_path):
 
 def test_resuming_a_folder_that_is_no_run(tmp_path):
     assert refusal("--resume", str(tmp_path)) == f"--resume {tmp_path}: not a run's folder, it has no config.yaml"
+    assert refusal("--resume", str(tmp_path / "a")) == f"--resume {tmp_path / 'a'}: no such folder"
 
 
 @pytest.mark.parametrize(
