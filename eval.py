@@ -193,11 +193,12 @@ def load(path: str | Path, device: str = "auto", greedy: bool = True) -> tuple[W
 
 
 def evaluation_folder(saved: SavedModel) -> Path:
-    """RUN/eval/<checkpoint>, or `eval` beside a model.pt that travels alone."""
-    checkpoint = saved.path.resolve().parent
-    return (
-        checkpoint.parent.parent / "eval" / checkpoint.name if checkpoint.parent.name == "ckpt" else checkpoint / "eval"
-    )
+    """RUN/eval/<checkpoint>; beside a file that travels alone `eval`, with its name if that is not model.pt."""
+    path = saved.path.resolve()
+    checkpoint = path.parent
+    if checkpoint.parent.name == "ckpt":
+        return checkpoint.parent.parent / "eval" / checkpoint.name
+    return checkpoint / "eval" if path.name == "model.pt" else checkpoint / "eval" / path.stem
 
 
 def tables_of(evaluation: Evaluation, config: Config, step: int, device: torch.device) -> dict[str, bytes]:

@@ -165,7 +165,7 @@ def test_an_exported_model_plays_as_the_run_does(run_folder, tmp_path, capsys):
     assert main([str(run_folder), "--export", str(exported)]) == 0
     assert f"{exported}: 0.0" in capsys.readouterr().out
     assert main([str(exported), "--Evaluate.SaveVideo", "false"]) == 0
-    summary = json.loads((exported.parent / "eval" / "summary.json").read_text())
+    summary = json.loads((exported.parent / "eval" / "small" / "summary.json").read_text())
     assert summary["checkpoint_step"] == 80 and summary["episodes"] == 3
 
 
