@@ -279,24 +279,30 @@ def table(sweep: Sweep) -> list[str]:
     return [f"{sweep.folder}: {counts}", *(_line(sweep, run) for run in runs)]
 
 
+def _width(sweep: Sweep) -> int:
+    return max([len(run.name) for run in sweep.runs], default=0)
+
+
 def _line(sweep: Sweep, run: SweepRun) -> str:
     folder = run_folder(sweep.folder, run.name)
     step, score = progress_of(folder) if folder else (0, None)
     told = "no episode yet" if score is None else f"return {score:.4g}"
     again = f"  attempt {run.attempts}" if run.attempts > 1 else ""
     error = f"  {run.error}" if run.error else ""
-    return f"{run.name:<32} {run.status:<9} step {step:>7}  {told}{again}{error}"
+    return f"{run.name:<{_width(sweep)}} {run.status:<9} step {step:>7}  {told}{again}{error}"
 
 
 def print_summary(sweep: Sweep) -> None:
     """A row for each run at the end, for a terminal."""
+    width = _width(sweep)
     print(
-        f"{'run':<32} {'status':<9} {'step':>7} {'evaluation':>11} {'human-norm.':>11} {'attempts':>8} {'seconds':>8}"
+        f"{'run':<{width}} {'status':<9} {'step':>7} {'evaluation':>11} {'human-norm.':>11} {'attempts':>8} "
+        f"{'seconds':>8}"
     )
     for row in summary_rows(sweep):
         score, normalised = row["evaluation_mean"], row["human_normalised_mean"]
         print(
-            f"{row['run']:<32} {row['status']:<9} {row['step']:>7} {'-' if score is None else f'{score:.2f}':>11} "
+            f"{row['run']:<{width}} {row['status']:<9} {row['step']:>7} {'-' if score is None else f'{score:.2f}':>11} "
             f"{'-' if normalised is None else f'{normalised:.3f}':>11} {row['attempts']:>8} {row['seconds']:>8.1f}"
         )
 
