@@ -108,7 +108,7 @@ class DivergenceWatch:
             lines += [f"the last of them: {describe_values(last.part, values)}", self._save(step, last, values)]
         else:
             lines.append("they were before the run was resumed: which rows they had is not known any more")
-        return "\n".join([*lines, f"{self.run.how_to_go_on()}, with a smaller learning rate for instance"])
+        return "\n".join([*lines, f"{self.run.how_to_go_on()}; a smaller learning rate may help"])
 
     def _save(self, step: int, last: _LastBad, values: dict[str, float]) -> str:
         """Write rows and weights; returns the line that says so."""

@@ -71,6 +71,7 @@ def test_the_run_stops_with_the_last_bad_batch_and_not_before_enough_in_a_row(ru
     report = str(caught.value)
     assert "step 8: 3 updates of world_model in a row were not finite" in report
     assert "in all: 5 left out, 2 made" in report
+    assert report.endswith("\nnothing is saved, it cannot be resumed; a smaller learning rate may help")
     assert "not finite world_model/reward nan; finite world_model/loss" in report
     path = run.folder / "faults" / "step_000000008_world_model" / "batch.pt"
     assert f"--debug-batch {path}" in report
