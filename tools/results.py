@@ -12,7 +12,7 @@ Every folder that has config.yaml and metrics.jsonl is a result: a run's, a stor
 
 import json
 import logging
-import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,7 +254,7 @@ def store_run(source: Path, folder: Path) -> None:
         summary = _read_facts(file, (*EVALUATION_FACTS, "config"))
         written[file] = json.dumps({**summary, "config": _anywhere(summary["config"])}, indent=2)
     if result.origin:
-        command = re.sub(r"(?<![\w.])/(?:[^\s'/]+/)+", "", result.origin.get("command", ""))
+        command = _without_places(result.origin.get("command", ""))
         written[source / ORIGIN] = json.dumps({**result.origin, "command": command}, indent=1)
     contents = {file: file.read_bytes() for file in copied if file.is_file()}
     contents |= {file: text.encode() for file, text in written.items()}
@@ -264,6 +264,19 @@ def store_run(source: Path, folder: Path) -> None:
         write_atomic(target, data)
     _store_model(source, folder / "model.pt")
     write_card(folder)
+
+
+def _without_places(command: str) -> str:
+    """A command whose paths, but those below the folder where it was given, are names alone."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # not one that `origin` wrote
+        words = command.split()
+    for i, word in enumerate(words):
+        option, equals, value = word.rpartition("=")
+        if value.startswith(("/", "~", "../")):
+            words[i] = option + equals + value.rstrip("/").rpartition("/")[2]
+    return shlex.join(words)
 
 
 def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 
 import numpy as np
 import pytest
@@ -116,13 +117,16 @@ def test_hardware_of_others_is_text():
 
 def test_a_stored_run_does_not_tell_where_it_lay(tmp_path):
     source = run_training(tmp_path / "secret", "--JointTrainAgent.SampleMaxSteps", 40)
-    origin = {"command": f"python train.py --config {tmp_path}/secret/a.yaml --BasicSettings.RunDir='/secret/b/c d'"}
+    words = ["python", "train.py", "--config", f"{tmp_path}/secret/a.yaml", "--config", "/my secret/a b/c.yaml"]
+    words += ["--config", "../secret/d.yaml", "--config", "here/e.yaml", "--BasicSettings.RunDir=/secret/b/c d/"]
+    origin = {"command": shlex.join([*words, "--BasicSettings.Env_name=ALE/Pong-v5"])}
     (source / "origin.json").write_text(json.dumps(origin))
     store_run(source, tmp_path / "stored")
     for file in (path for path in (tmp_path / "stored").rglob("*") if path.is_file()):
         assert b"secret" not in file.read_bytes(), file
     stored = json.loads((tmp_path / "stored" / "origin.json").read_text())
-    assert stored["command"] == "python train.py --config a.yaml --BasicSettings.RunDir='c d'"
+    kept = "--config a.yaml --config c.yaml --config d.yaml --config here/e.yaml '--BasicSettings.RunDir=c d'"
+    assert stored["command"] == f"python train.py {kept} --BasicSettings.Env_name=ALE/Pong-v5"
     assert read_model(tmp_path / "stored").config["BasicSettings"]["RunDir"] == "runs"
 
 
