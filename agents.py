@@ -460,6 +460,10 @@ def build_agent(
     else:
         agent = ActorCriticAgent(feature_dim, actions, **shared)
     agent.to(device)
+    training, updates = config.JointTrainAgent, 1
+    if config.Models.Agent.Policy == "PPO":
+        steps = training.ImagineBatchSize * training.ImagineBatchLength
+        updates = section.K_epochs * math.ceil(steps / section.Minibatch)
     optimiser_section = getattr(section, section.Optimiser)
     agent.optimiser = Optimiser(
         agent.trained_parameters(),
@@ -468,5 +472,6 @@ def build_agent(
         optimiser_section.Epsilon,
         section.Max_grad_norm,
         section.Warmup_steps,
+        updates_in_a_call=updates,
     )
     return agent

@@ -28,8 +28,7 @@ from torch import Tensor
 # with 1024, 0.094 ms with 4096.
 CHUNK = 2048
 SUMS = 1024  # chunks that launch 2 adds up at once
-# Updates that CUDA graphs may hold in all: one each for the world model and the agent, three or more for PPO.
-CAPTURED_UPDATES = 256
+CAPTURED_UPDATES = 256  # updates that CUDA graphs may hold in all, unless more are asked for
 
 ROW = np.dtype(
     [
@@ -253,17 +252,21 @@ class FusedStep:
         optimiser: float32 parameters on one CUDA device (or on the CPU, in Triton's interpreter), each without gaps in
             its memory. State that it lacks is made as its own `step` makes it.
         clipping: what `clipped_step` needs; None if only `step` is called.
+        captured_updates: updates that CUDA graphs may hold in all, `CAPTURED_UPDATES` if that is more.
     """
 
-    def __init__(self, optimiser: torch.optim.Optimizer, clipping: Clipping | None = None) -> None:
+    def __init__(
+        self, optimiser: torch.optim.Optimizer, clipping: Clipping | None = None, captured_updates: int = 0
+    ) -> None:
         self.optimiser, self.clipping = optimiser, clipping
+        self.captured_updates = max(captured_updates, CAPTURED_UPDATES)
         self.is_adam = isinstance(optimiser, torch.optim.AdamW)
         params = [p for group in optimiser.param_groups for p in group["params"]]
         self._first_param, self.device = params[0], params[0].device
         # Pinned memory cannot be had while a graph is captured: what captured copies read is set aside here.
         self._pinned, self._pinned_used = torch.empty(0, dtype=torch.int64), 0
         if self.device.type == "cuda":
-            size = CAPTURED_UPDATES * len(params) * len(ROW.names)
+            size = self.captured_updates * len(params) * len(ROW.names)
             self._pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
 
     def step(self, found_inf: Tensor | None = None) -> None:
@@ -354,7 +357,7 @@ class FusedStep:
             return host.pin_memory().to(self.device, non_blocking=True)
         end = self._pinned_used + host.numel()
         if end > self._pinned.numel():
-            raise RuntimeError(f"FusedStep: CUDA graphs hold {CAPTURED_UPDATES} updates of this optimiser already")
+            raise RuntimeError(f"FusedStep: CUDA graphs hold {self.captured_updates} updates of this optimiser already")
         kept = self._pinned[self._pinned_used : end].view_as(host).copy_(host)
         self._pinned_used = end
         return kept.to(self.device, non_blocking=True)

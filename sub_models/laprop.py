@@ -133,8 +133,10 @@ def why_not_fused(params: Sequence[Tensor]) -> str | None:
     return None
 
 
-def make_fused_step(optimiser: torch.optim.Optimizer, clipping: "Clipping | None" = None) -> "FusedStep":
-    """The fused kernels for a `LaProp` or `AdamW`.
+def make_fused_step(
+    optimiser: torch.optim.Optimizer, clipping: "Clipping | None" = None, captured_updates: int = 0
+) -> "FusedStep":
+    """The fused kernels for a `LaProp` or `AdamW`; arguments as for `FusedStep`.
 
     Raises:
         ValueError: they do not take its parameters.
@@ -144,4 +146,4 @@ def make_fused_step(optimiser: torch.optim.Optimizer, clipping: "Clipping | None
         raise ValueError(f"fused {type(optimiser).__name__}: {reason}")
     from sub_models.fused_optimiser import FusedStep  # here, because it imports triton
 
-    return FusedStep(optimiser, clipping)
+    return FusedStep(optimiser, clipping, captured_updates)

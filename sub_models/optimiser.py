@@ -28,6 +28,7 @@ class Optimiser:
         warmup_steps: the n-th update (from 1) uses min(1, n / warmup_steps) of the learning rate; 0 for none.
         fused: the step in three launches (see `fused_optimiser`), with the same result up to rounding and the same
             state; it leaves `.grad` unscaled. None: on a GPU, where the parameters allow it.
+        updates_in_a_call: updates that one (captured) training step makes: what a CUDA graph of it has to hold.
 
     Parameters marked `_no_weight_decay` are left out of weight decay.
     Counts, 0-d tensors: `updates` made (they set the warm-up), `skipped` for what was not finite, how many of those
@@ -45,6 +46,7 @@ class Optimiser:
         warmup_steps: int = 0,
         weight_decay: float = 0.0,
         fused: bool | None = None,
+        updates_in_a_call: int = 1,
     ) -> None:
         self.params = list(params)
         device = self.params[0].device
@@ -70,7 +72,7 @@ class Optimiser:
             fused = device.type == "cuda" and reason is None
             if device.type == "cuda" and not fused:
                 logger.warning("optimiser: a launch for each operation instead of three in all: %s", reason)
-        self.fused_step = make_fused_step(self.inner, self) if fused else None
+        self.fused_step = make_fused_step(self.inner, self, 2 * updates_in_a_call) if fused else None
 
     def update(self, loss: Tensor, enabled: Tensor | None = None) -> dict[str, Tensor]:
         """Minimise a scalar loss by one step, unless `enabled` (0-d bool) is False or loss or gradient are not finite.

@@ -6,6 +6,7 @@ On a GPU the kernels run as they are, elsewhere in Triton's interpreter.
 import copy
 import math
 
+import gymnasium
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+import agents
 from mamba_ssm.testing import assert_close
 from sub_models import fused_optimiser
 from sub_models.laprop import LaProp
 from sub_models.optimiser import COUNTS, Optimiser
+from utils import load_config
 
 NAMES = ["Laprop", "Adam"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -283,3 +286,14 @@ def test_graphs_hold_no_more_updates_than_memory_was_set_aside_for(monkeypatch):
     with pytest.raises(RuntimeError, match="hold 2 updates"), torch.cuda.graph(graph):
         for _ in range(3):
             optimiser.update(p.sum())
+
+
+def test_a_graph_can_hold_every_update_of_a_ppo_step(monkeypatch):
+    """Small minibatches make hundreds of updates in one captured step."""
+    asked = []
+    monkeypatch.setattr(agents, "Optimiser", lambda *_, updates_in_a_call: asked.append(updates_in_a_call))
+    config = load_config(["--Models.Agent.Policy", "PPO", "--Models.Agent.PPO.Minibatch", "100"], "train.py").config
+    agents.build_agent(config, 8, gymnasium.spaces.Discrete(2), torch.device("cpu"))
+    assert asked == [3 * 164]  # 3 epochs over 1024 · 16 steps
+    step = fused_optimiser.FusedStep(torch.optim.AdamW(make_params([(3,)])), captured_updates=2 * 492)
+    assert step.captured_updates == 984
