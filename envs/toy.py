@@ -81,9 +81,16 @@ class Catch(ToyEnv):
 
 
 class Recall(ToyEnv):
-    """Actions: the index in COLOURS. An episode has delay + 2 steps; only the last action matters."""
+    """Actions: the index in COLOURS. An episode has delay + 3 steps; only the last but one matters, the answer.
+
+    Two things make it learnable in minutes, and neither says what the colour was: the wait brightens, so that a model
+    can tell without counting when the question comes, and the colour is shown again after the answer. What a model has
+    to predict there tells it that the colour is worth keeping; the reward alone, which only says whether colour and
+    action met, takes far longer to do so.
+    """
 
     COLOURS = (RED, GREEN, BLUE)
+    BRIGHTEST_WAIT = 127
     state_names = ("colour", "time")
 
     def __init__(self, image_size: int, delay: int):
@@ -98,14 +105,15 @@ class Recall(ToyEnv):
         return self._draw(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        terminated = self.time == self.delay + 1
-        reward = 1.0 if terminated and int(action) == self.colour else 0.0
+        asked = self.time == self.delay + 1
+        reward = 1.0 if asked and int(action) == self.colour else 0.0
         self.time += 1
-        return self._draw(), reward, terminated, False, {}
+        return self._draw(), reward, self.time == self.delay + 3, False, {}
 
     def _draw(self) -> np.ndarray:
         image = self._blank()
-        if self.time == 0:
+        image[:] = self.BRIGHTEST_WAIT * self.time // (self.delay + 2)
+        if self.time in (0, self.delay + 2):
             image[:] = self.COLOURS[self.colour]
         elif self.time == self.delay + 1:
             quarter = self.image_size // 4

@@ -63,12 +63,16 @@ def test_recall_pays_for_the_remembered_colour_only(delay):
         steps = play(env, [answer] * 100, seed=answer)
         colour = [tuple(c) for c in Recall.COLOURS].index(tuple(steps[0][0][0, 0]))
         assert (steps[0][0] == steps[0][0][0, 0]).all()
-        assert len(steps) == delay + 3                                 # colour, delay blanks, question, after the end
-        assert all((obs == 0).all() for obs, *_ in steps[1 : delay + 1])
+        assert len(steps) == delay + 4                                 # colour, wait, question, colour, after the end
+        waiting = [obs for obs, *_ in steps[1 : delay + 1]]
+        assert all((obs == obs[0, 0, 0]).all() for obs in waiting)     # grey, whatever the colour
+        levels = [int(obs[0, 0, 0]) for obs in waiting]
+        assert levels == sorted(levels) and len(set(levels)) == delay
         assert (steps[delay + 1][0][16, 16] == 255).all()
-        assert [step[1] for step in steps[:-1]] == [0.0] * (delay + 2)
-        assert steps[-1][1] == float(answer == colour)
-        assert steps[-1][2]
+        assert (steps[delay + 2][0] == steps[0][0]).all()              # the colour again, once it is answered
+        rewards = [step[1] for step in steps]
+        assert rewards == [0.0] * (delay + 2) + [float(answer == colour), 0.0]
+        assert [step[2] for step in steps] == [False] * (delay + 3) + [True]
 
 
 def test_recall_colours_are_even():
