@@ -83,7 +83,7 @@ class Catch(ToyEnv):
 class Recall(ToyEnv):
     """Actions: the index in COLOURS. An episode has delay + 3 steps; only the last but one matters, the answer.
 
-    Two things make it learnable in minutes, and neither says what the colour was: the wait brightens, so that a model
+    Two things make it learnable, and neither says what the colour was: the wait brightens, so that a model
     can tell without counting when the question comes, and the colour is shown again after the answer. What a model has
     to predict there tells it that the colour is worth keeping; the reward alone, which only says whether colour and
     action met, takes far longer to do so.
