@@ -223,18 +223,20 @@ def print_shape(result: dict) -> None:
               f"published {figures['published_ms']} ms {figures.get('kernels_us', '')}", flush=True)  # fmt: skip
 
 
-def kernel_times(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
-    """Device microseconds of each kernel of the scan in one call."""
+def event_times(call: Callable[[], object], repeats: int) -> list[tuple[str, float]]:
+    """What the profiler sees on the device, and its microseconds in one call."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-    found = {}
-    for event in profiler.key_averages():
-        if match := re.search(r"(\w+)_kernel<", event.key):
-            found[match[1]] = round(event.device_time_total / repeats, 1)
-    return found
+    return [(event.key, event.device_time_total / repeats) for event in profiler.key_averages()]
+
+
+def kernel_times(call: Callable[[], object], repeats: int = 10) -> dict[str, float]:
+    """Device microseconds of each kernel of the scan in one call."""
+    matches = ((re.search(r"(\w+)_kernel<", key), microseconds) for key, microseconds in event_times(call, repeats))
+    return {match[1]: round(microseconds, 1) for match, microseconds in matches if match}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.bench_selective_scan import CALLS_IN_GRAPH, device_time, in_graph
+from benchmarks.bench_selective_scan import CALLS_IN_GRAPH, device_time, event_times, in_graph
 from mamba_ssm.ops.tiers import explain, use_tier
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan, mamba_chunk_scan_combined
 from mamba_ssm.testing import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, compare, ssd_inputs
@@ -124,15 +124,10 @@ def print_figures(shape, name: str, figures: dict) -> None:
 
 def kernel_times(call, repeats: int = 5) -> dict[str, float]:
     """Device microseconds of each kernel in one call."""
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
     found = {}
-    for event in profiler.key_averages():
-        name = re.sub(r"<.*|void |at::native::", "", event.key)[:40]
-        found[name] = round(found.get(name, 0.0) + event.device_time_total / repeats, 1)
+    for key, microseconds in event_times(call, repeats):
+        name = re.sub(r"<.*|void |at::native::", "", key)[:40]
+        found[name] = round(found.get(name, 0.0) + microseconds, 1)
     return found
 
 
