@@ -39,7 +39,7 @@ from mamba_ssm.testing import assert_close, to_float64
 Tensor = torch.Tensor
 HEADS, HEADDIM, STATE, WIDTH, D_MODEL, D_INNER, RANK = 16, 64, 16, 4, 512, 1024, 32
 BATCH, ROWS = 16, 16 * 128                                           # of a world-model update
-TILES = [(2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8), (16384, 16)]
+BLOCKS = [(2048, 4, 64), (4096, 4, None), (4096, 8, 64), (8192, 8, 80), (16384, 8, None), (16384, 8, 128)]
 TOLERANCE = 6e-3                                                     # bfloat16 rows
 
 
@@ -185,15 +185,15 @@ def bench(case: Case, bandwidth: float, repeats: int) -> dict:
 
 
 def tune_step(repeats: int) -> None:
-    """Blocks of Mamba-2's step at both ends: print-out for `recurrent_step_kernels.step_blocks`."""
-    chosen = recurrent_step_kernels.step_blocks
+    """Blocks of Mamba-2's step at both ends: print-out for `SHARED` and `LONE` of `recurrent_step_kernels`."""
+    chosen = recurrent_step_kernels.SHARED, recurrent_step_kernels.LONE
     for batch, state_dtype in ((1024, torch.float32), (1024, torch.bfloat16), (1, torch.float32)):
         call = passes(step_cases(batch, state_dtype)[0])["forward"]
-        for tile, warps in TILES:
-            recurrent_step_kernels.step_blocks = lambda *_, tile=tile, warps=warps: (tile // STATE, warps)
+        for blocks in BLOCKS:
+            recurrent_step_kernels.SHARED = recurrent_step_kernels.LONE = blocks
             time = device_time(in_graph(call), repeats, CALLS_IN_GRAPH)["median_ms"]
-            print(f"mamba2_step B{batch} {state_dtype} tile {tile} warps {warps}: {time:.4f} ms", flush=True)
-    recurrent_step_kernels.step_blocks = chosen
+            print(f"mamba2_step B{batch} {state_dtype} tile, warps, registers {blocks}: {time:.4f} ms", flush=True)
+    recurrent_step_kernels.SHARED, recurrent_step_kernels.LONE = chosen
 
 
 def main() -> None:

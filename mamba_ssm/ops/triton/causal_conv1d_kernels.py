@@ -3,7 +3,8 @@
     p_t = bias + Σ_i w_{W-1-i} x_{t-i} [same piece],   out = act(p),   i = 0..W-1
     dp = dout act'(p),   dx_s = Σ_i w_{W-1-i} dp_{s+i} [same piece],   dw_{W-1-i} = Σ_t dp_t x_{t-i} [same piece]
 
-Backward computes p again. Each of its programs sums dw over its own rows, then those sums are summed in a fixed order.
+Backward computes p again, once, and keeps dp in float32. Each of its programs sums dw over its own rows; those sums are
+added up in a fixed order.
 
 Letters: B batch, L length, D channels, W width, S length of the rolling window (S >= W-1). Tiles are (D, L).
 """
@@ -20,7 +21,7 @@ from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_po
 
 Tensor = torch.Tensor
 
-MAX_WIDTH = 4                                                        # backward unrolls its square
+MAX_WIDTH = 4                                                        # the loops over taps are unrolled
 UPDATE_BLOCK = 256                                                   # channels of one program
 CHANNELS_FIRST, CHANNELS_LAST = (16, 64), (64, 16)                   # tiles, longer where memory is dense
 PROGRAMS = 2048                                                      # of the backward pass, about: sums of dw to add up
@@ -100,65 +101,85 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["length"])
-def _backward_kernel(
-    dout_ptr, x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, dx_ptr, dinitial_ptr, dweight_ptr, dbias_ptr,
+def _weight_gradient_kernel(
+    dout_ptr, x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, dp_ptr, dweight_ptr, dbias_ptr,
     channels, length, programs_of_row, stride_gb, stride_gd, stride_gl, stride_xb, stride_xd, stride_xl,
-    stride_ob, stride_od, stride_ol, stride_wd, stride_ww, stride_sb, stride_sl, stride_ib, stride_id, stride_il,
+    stride_pb, stride_pd, stride_pl, stride_wd, stride_ww, stride_sb, stride_sl, stride_ib, stride_id, stride_il,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
+    """dp, unless it is dout, and this program's sums for dw and the bias's gradient."""
     b = (tl.program_id(0) // programs_of_row).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = d < channels
     k = tl.arange(0, BLOCK_W)
-    dout_ptr += b * stride_gb
     x_ptr += b * stride_xb
     seq_ptr += b * stride_sb
     initial_ptr += b * stride_ib
-    sums = tl.zeros((BLOCK_D, BLOCK_W), tl.float32)
-    bias_sums = tl.zeros((BLOCK_D,), tl.float32)
+    dweight = tl.zeros((BLOCK_D, BLOCK_W), tl.float32)
+    dbias = tl.zeros((BLOCK_D,), tl.float32)
     for block in range(BLOCKS):
         first = ((tl.program_id(0) % programs_of_row) * BLOCKS + block) * BLOCK_L
         row = (first + tl.arange(0, BLOCK_L)).to(tl.int64)
-        if HAS_INITIAL:
-            row -= W - 1
-        dx = tl.zeros((BLOCK_D, BLOCK_L), tl.float32)
+        inside = live[:, None] & (row < length)[None, :]
+        cell = dout_ptr + b * stride_gb + d[:, None] * stride_gd + row[None, :] * stride_gl
+        dp = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            dp *= silu_slope(_preactivation(
+                x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, d, row, live, length, stride_xd, stride_xl,
+                stride_wd, stride_ww, stride_sl, stride_id, stride_il, W, HAS_BIAS, HAS_SEQ, HAS_INITIAL,
+            ))  # fmt: skip
+            cell = dp_ptr + b * stride_pb + d[:, None] * stride_pd + row[None, :] * stride_pl
+            tl.store(cell, dp, mask=inside)
+        dbias += tl.sum(dp, axis=1)
         visible = row < length
         for i in tl.static_range(W):
-            later = row + i
             if i > 0:
-                visible = visible & _joined(seq_ptr, later, length, stride_sl, HAS_SEQ)
-            known = live[:, None] & ((later >= 0) & (later < length))[None, :]
-            cell = dout_ptr + d[:, None] * stride_gd + later[None, :] * stride_gl
-            dp = tl.load(cell, mask=known, other=0.0).to(tl.float32)
-            if SILU:
-                dp *= silu_slope(_preactivation(
-                    x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, d, later, live, length, stride_xd, stride_xl,
-                    stride_wd, stride_ww, stride_sl, stride_id, stride_il, W, HAS_BIAS, HAS_SEQ, HAS_INITIAL,
-                ))  # fmt: skip
-            weight = tl.load(weight_ptr + d * stride_wd + (W - 1 - i) * stride_ww, mask=live, other=0.0)
-            dx += tl.where(visible[None, :], weight.to(tl.float32)[:, None] * dp, 0.0)
-            if i == 0:
-                seen = (row >= 0) & (row < length)
-                for j in tl.static_range(W):
-                    if j > 0:
-                        seen = seen & _joined(seq_ptr, row - j + 1, length, stride_sl, HAS_SEQ)
-                    x = _inputs(
-                        x_ptr, initial_ptr, d, row - j, live, seen, length, stride_xd, stride_xl, stride_id, stride_il,
-                        W, HAS_INITIAL,
-                    )  # fmt: skip
-                    sums += tl.where((k == W - 1 - j)[None, :], tl.sum(dp * x, axis=1)[:, None], 0.0)
-                if HAS_BIAS:
-                    bias_sums += tl.sum(dp, axis=1)
-        cell = dx_ptr + b * stride_ob + d[:, None] * stride_od + row[None, :] * stride_ol
-        tl.store(cell, dx.to(dx_ptr.dtype.element_ty), mask=live[:, None] & ((row >= 0) & (row < length))[None, :])
-        if HAS_INITIAL:
-            cell = dinitial_ptr + (b * channels + d)[:, None] * (W - 1) + (row + W - 1)[None, :]
-            tl.store(cell, dx.to(dinitial_ptr.dtype.element_ty), mask=live[:, None] & (row < 0)[None, :])
+                visible = visible & _joined(seq_ptr, row - i + 1, length, stride_sl, HAS_SEQ)
+            x = _inputs(
+                x_ptr, initial_ptr, d, row - i, live, visible, length, stride_xd, stride_xl, stride_id, stride_il, W,
+                HAS_INITIAL,
+            )  # fmt: skip
+            dweight += tl.where((k == W - 1 - i)[None, :], tl.sum(dp * x, axis=1)[:, None], 0.0)
     place = tl.program_id(0).to(tl.int64) * channels + d
-    tl.store(dweight_ptr + place[:, None] * W + k[None, :], sums, mask=live[:, None] & (k < W)[None, :])
+    tl.store(dweight_ptr + place[:, None] * W + k[None, :], dweight, mask=live[:, None] & (k < W)[None, :])
     if HAS_BIAS:
-        tl.store(dbias_ptr + place, bias_sums, mask=live)
+        tl.store(dbias_ptr + place, dbias, mask=live)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _input_gradient_kernel(
+    dp_ptr, weight_ptr, seq_ptr, dx_ptr, dinitial_ptr,
+    channels, length, stride_pb, stride_pd, stride_pl, stride_xb, stride_xd, stride_xl, stride_wd, stride_ww,
+    stride_sb, stride_sl, W: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """dx, and before its first row that of the initial states, whose rows are counted from -(W-1)."""
+    rows = length
+    if HAS_INITIAL:
+        rows += W - 1
+    blocks = tl.cdiv(rows, BLOCK_L)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    row = ((tl.program_id(0) % blocks) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)
+    if HAS_INITIAL:
+        row -= W - 1
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = d < channels
+    dx = tl.zeros((BLOCK_D, BLOCK_L), tl.float32)
+    visible = row < length
+    for i in tl.static_range(W):
+        later = row + i
+        if i > 0:
+            visible = visible & _joined(seq_ptr + b * stride_sb, later, length, stride_sl, HAS_SEQ)
+        known = live[:, None] & (visible & (later >= 0) & (later < length))[None, :]
+        cell = dp_ptr + b * stride_pb + d[:, None] * stride_pd + later[None, :] * stride_pl
+        weight = tl.load(weight_ptr + d * stride_wd + (W - 1 - i) * stride_ww, mask=live, other=0.0)
+        dx += weight.to(tl.float32)[:, None] * tl.load(cell, mask=known, other=0.0).to(tl.float32)
+    cell = dx_ptr + b * stride_xb + d[:, None] * stride_xd + row[None, :] * stride_xl
+    tl.store(cell, dx.to(dx_ptr.dtype.element_ty), mask=live[:, None] & ((row >= 0) & (row < length))[None, :])
+    if HAS_INITIAL:
+        cell = dinitial_ptr + (b * channels + d)[:, None] * (W - 1) + (row + W - 1)[None, :]
+        tl.store(cell, dx.to(dinitial_ptr.dtype.element_ty), mask=live[:, None] & (row < 0)[None, :])
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
@@ -200,19 +221,26 @@ def _launch_backward(
     batch, channels, length = x.shape
     width = weight.shape[1]
     block_d, block_l = _tile(x)
-    blocks = ceil_div(length + (0 if initial_states is None else width - 1), block_l)
-    grid_d = ceil_div(channels, block_d)
-    of_program = min(next_power_of_two(blocks), next_power_of_two(-(-batch * blocks * grid_d // PROGRAMS)))
+    blocks, grid_d = ceil_div(length, block_l), ceil_div(channels, block_d)
+    of_program = min(next_power_of_two(blocks), next_power_of_two(ceil_div(batch * blocks * grid_d, PROGRAMS)))
     of_row = ceil_div(blocks, of_program)
+    dp = torch.empty_like(x, dtype=torch.float32) if silu else dout
     sums = torch.empty((batch * of_row, channels, width), dtype=torch.float32, device=x.device)
     bias_sums = sums if bias is None else torch.empty(sums.shape[:2], dtype=torch.float32, device=x.device)
-    _backward_kernel[(batch * of_row, grid_d)](
-        dout, x, weight, None if bias is None else bias.contiguous(), x if seq_idx is None else seq_idx,
-        x if initial_states is None else initial_states, dx, dinitial, sums, bias_sums,
-        channels, length, of_row, *dout.stride(), *x.stride(), *dx.stride(), *weight.stride(), *_strides(seq_idx, 2),
+    seq = x if seq_idx is None else seq_idx
+    _weight_gradient_kernel[(batch * of_row, grid_d)](
+        dout, x, weight, None if bias is None else bias.contiguous(), seq,
+        x if initial_states is None else initial_states, dp, sums, bias_sums,
+        channels, length, of_row, *dout.stride(), *x.stride(), *dp.stride(), *weight.stride(), *_strides(seq_idx, 2),
         *_strides(initial_states, 3),
         W=width, HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None, HAS_INITIAL=initial_states is not None,
-        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, BLOCK_W=next_power_of_two(width),
+        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, BLOCK_W=next_power_of_two(width), num_warps=4,
+    )  # fmt: skip
+    rows = length + (0 if initial_states is None else width - 1)
+    _input_gradient_kernel[(batch * ceil_div(rows, block_l), grid_d)](
+        dp, weight, seq, dx, dinitial,
+        channels, length, *dp.stride(), *dx.stride(), *weight.stride(), *_strides(seq_idx, 2),
+        W=width, HAS_SEQ=seq_idx is not None, HAS_INITIAL=initial_states is not None, BLOCK_D=block_d, BLOCK_L=block_l,
         num_warps=4,
     )  # fmt: skip
     dweight = sums.sum(dim=0).to(weight.dtype)                                             # (D, W)
@@ -282,9 +310,9 @@ def convolve_one(
     stride_wd, stride_ww, STRIDE_D: tl.constexpr, STRIDE_S: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
     BLOCK_S: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Channels' newest inputs x (D) enter their windows (D, S), in place.   -> the convolution's newest row (D)
-
-    All threads have read their part of the windows before any writes: the shift reads what a neighbour overwrites."""
+    """Channels' newest inputs x (D) enter their windows (D, S).   -> the convolution's newest row (D); the new windows
+    (D, S), where they go, and which are real: the caller stores them behind a barrier, for the shift reads cells that
+    other threads write."""
     k = tl.arange(0, BLOCK_S)
     cell = window_ptr + channel[:, None] * STRIDE_D + k[None, :] * STRIDE_S                # (D, S)
     moved = tl.load(cell + STRIDE_S, mask=live[:, None] & (k < S - 1)[None, :], other=0.0).to(tl.float32)
@@ -298,9 +326,7 @@ def convolve_one(
         out += oldest * tl.load(weight_ptr + channel * stride_wd, mask=live, other=0.0).to(tl.float32)
     if HAS_BIAS:
         out += tl.load(bias_ptr + channel, mask=live, other=0.0).to(tl.float32)
-    tl.debug_barrier()
-    tl.store(cell, window.to(window_ptr.dtype.element_ty), mask=live[:, None] & (k < S)[None, :])
-    return out
+    return out, window, cell, live[:, None] & (k < S)[None, :]
 
 
 @triton.jit
@@ -314,12 +340,14 @@ def _update_kernel(
     channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = channel < channels
     x = tl.load(x_ptr + row * stride_xb + channel * stride_xd, mask=live, other=0.0).to(tl.float32)
-    out = convolve_one(
+    out, window, cell, inside = convolve_one(
         x, channel, live, window_ptr + row * stride_sb, weight_ptr, bias_ptr, stride_wd, stride_ww, STRIDE_D, STRIDE_S,
         W, S, BLOCK_S, HAS_BIAS,
     )  # fmt: skip
     if SILU:
         out = silu(out)
+    tl.debug_barrier()
+    tl.store(cell, window.to(window_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + row * channels + channel, out.to(out_ptr.dtype.element_ty), mask=live)
 
 

@@ -93,7 +93,7 @@ def test_mamba2_equals_its_parts(
     options = mamba2_options(norm_before_gate=norm_before_gate, dt_limit=dt_limit)
     with pytest.MonkeyPatch.context() as patch:
         if not one_block:
-            patch.setattr(kernels, "LONE_TILE", 64)
+            patch.setattr(kernels, "LONE", (64, 4, None))
         check(kernels.mamba2_step, mamba2_step, t, FORWARD_TOLERANCE[torch.float32], **options)
 
 

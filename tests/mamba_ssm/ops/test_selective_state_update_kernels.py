@@ -52,16 +52,12 @@ def check_kernel(arguments, tolerance):
 @given(
     channels=st.sampled_from([(4,), (12,), (2, 3), (4, 5)]), state=st.sampled_from([1, 3, 16]),
     groups=st.tuples(*[st.sampled_from([None, 1, 2])] * 2), tied=st.booleans(),
-    optional=st.sets(st.sampled_from(OPTIONAL)), batch=st.sampled_from([1, 3]), many=st.booleans(),
-    seed=st.integers(0, 99),
+    optional=st.sets(st.sampled_from(OPTIONAL)), batch=st.sampled_from([1, 3]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_kernel_equals_the_reference(channels, state, groups, tied, optional, batch, many, seed):
-    """Both layouts with every subset of options; `many` makes programs take several rows, as large batches do."""
+def test_kernel_equals_the_reference(channels, state, groups, tied, optional, batch, seed):
+    """Both layouts with every subset of options."""
     arguments = kernel_inputs(batch, channels, state, *groups, tied and len(channels) == 2, optional, seed=seed)
-    with pytest.MonkeyPatch.context() as patch:
-        if many:
-            patch.setattr(kernels, "MANY_ROWS", 1)
-        check_kernel(arguments, FORWARD_TOLERANCE[torch.float32])
+    check_kernel(arguments, FORWARD_TOLERANCE[torch.float32])
 
 
 @torch.no_grad()
