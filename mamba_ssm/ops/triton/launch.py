@@ -52,8 +52,26 @@ def define(schema: str, run: Callable, fake: Callable) -> Callable:
 
 
 def differentiate(name: str, backward: Callable, setup_context: Callable) -> None:
-    """Give the operator `name` its backward, as `torch.library.register_autograd` takes it."""
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+    """Give the operator `name` its backward, with the functions that `torch.library.register_autograd` takes. Calls of
+    what that registers take twice as long (`ssd_scan` on one CPU core: 0.129 ms, 0.065 so)."""
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = operator(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), methods)
+
+    def run(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    _library.impl(name, run, "Autograd")
 
 
 def ceil_div(count: int, size: int) -> int:

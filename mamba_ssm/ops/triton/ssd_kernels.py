@@ -283,10 +283,10 @@ def _passing_kernel(
 @triton.jit
 def _scan_backward_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, seq_ptr, entering_ptr, leaving_ptr, dout_ptr,
-    dx_ptr, ddt_ptr, dB_ptr, dC_ptr, dz_ptr, sums_ptr, dt_min, dt_max, L,
+    dx_ptr, ddt_ptr, dB_ptr, dC_ptr, dz_ptr, dA_ptr, dD_ptr, dbias_ptr, dt_min, dt_max, L,
     x_b, x_l, x_h, dt_b, dt_l, dt_h, B_b, B_l, B_g, C_b, C_l, C_g, D_h, D_p, z_b, z_l, z_h, seq_b,
     in_b, in_k, in_h, out_b, out_k, out_h, do_b, do_l, do_h,
-    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
     SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_D: tl.constexpr, D_HAS_P: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_ENTERING: tl.constexpr, HAS_LEAVING: tl.constexpr,
@@ -294,7 +294,7 @@ def _scan_backward_kernel(
     """Every derivative of one chunk of one head, from the state that enters it and the derivative of the one that
     leaves it. Grid (H, K, B). BLOCK_P covers P; N goes in blocks of BLOCK_N.
 
-    dB, dC (B, L, H, N): each head's share; sums (B, K, H, SUMS): shares of dA, ddt_bias, then dD."""
+    dB, dC (B, L, H, N): each head's share; dA, dbias (B, K, H) and dD (B, K, H) or (B, K, H, P): each chunk's."""
     h, k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     g = h // R
     ps = tl.arange(0, BLOCK_P)
@@ -323,13 +323,13 @@ def _scan_backward_kernel(
         z_ptr += b * z_b + h * z_h
         dy = dy * silu(_tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32))
         dy_cut_off = _operand(_cut_off(dy, DOT), DOT)
-    sums_ptr += ((b * tl.num_programs(1) + k) * H + h) * SUMS
+    chunk_of_head = (b * tl.num_programs(1) + k) * H + h                                  # into (B, K, H)
     if HAS_D:
         dD = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)                              # (BLOCK_P)
         if D_HAS_P:
-            tl.store(sums_ptr + 2 + ps, dD, mask=ps < P)
+            tl.store(dD_ptr + chunk_of_head * P + ps, dD, mask=ps < P)
         else:
-            tl.store(sums_ptr + 2, tl.sum(dD, 0))
+            tl.store(dD_ptr + chunk_of_head, tl.sum(dD, 0))
     dy = _operand(dy, DOT)
     CB = tl.zeros((Q, Q), tl.float32)
     across = tl.zeros((Q, BLOCK_P), tl.float32)                                           # C h
@@ -411,5 +411,26 @@ def _scan_backward_kernel(
     dstep = tl.where(rows < L, dstep, 0.0)
     tl.store(ddt_ptr + rows_of_head + rows.to(tl.int64) * H, dstep.to(ddt_ptr.dtype.element_ty), mask=rows < L)
 
-    tl.store(sums_ptr, tl.sum(d_log_decay * step, 0))
-    tl.store(sums_ptr + 1, tl.sum(dstep, 0))
+    tl.store(dA_ptr + chunk_of_head, tl.sum(d_log_decay * step, 0))
+    if HAS_BIAS:
+        tl.store(dbias_ptr + chunk_of_head, tl.sum(dstep, 0))
+
+
+@triton.jit
+def _add_heads_kernel(
+    dB_shares_ptr, dC_shares_ptr, dB_ptr, dC_ptr, size, R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dB, dC (B, L, G, N), flat, from the shares of their heads (B, L, G, R, N). Grid (blocks of B*L*G*N, 2)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    share = at // N * (R * N) + at % N
+    if tl.program_id(1) == 0:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in range(R):
+            total += tl.load(dB_shares_ptr + share + r * N, mask=mask, other=0.0)
+        tl.store(dB_ptr + at, total.to(dB_ptr.dtype.element_ty), mask=mask)
+    else:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in range(R):
+            total += tl.load(dC_shares_ptr + share + r * N, mask=mask, other=0.0)
+        tl.store(dC_ptr + at, total.to(dC_ptr.dtype.element_ty), mask=mask)

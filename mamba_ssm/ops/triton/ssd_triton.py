@@ -17,8 +17,9 @@ import torch
 
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.tiers import reference_instead
-from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_power_of_two
+from mamba_ssm.ops.triton.launch import INTERPRETED, ceil_div, define, differentiate, next_power_of_two
 from mamba_ssm.ops.triton.ssd_kernels import (
+    _add_heads_kernel,
     _passing_kernel,
     _scan_backward_kernel,
     _scan_kernel,
@@ -29,6 +30,7 @@ Tensor = torch.Tensor
 
 MAX_STATE, MAX_HEADDIM = 256, 128      # what the tiles hold
 PASSING_BLOCK = 1024
+ADDING_BLOCK = 512
 PROGRAMS_PER_SM = 4                    # spans are split until the walk has about so many programs
 MIN_CHUNKS_IN_SPAN = 4
 
@@ -41,6 +43,9 @@ class Tiles(NamedTuple):
     n: int                             # BLOCK_N
     warps: int
     stages: int
+
+
+PLAIN = Tiles(0, 0, 0, 4, 2)           # of kernels without tiles
 
 
 class Plan(NamedTuple):
@@ -59,15 +64,17 @@ def plan_for(length: int, headdim: int, state: int, chunk_size: int, dot: str) -
     full_p, full_n = _power_of_two(headdim), _power_of_two(state)
     cap = min(_power_of_two(chunk_size + 1) // 2, _power_of_two(length))
     narrow = dot == "bf16"
-    rows = 64 if narrow or (full_n <= 128 and full_n * full_p <= 64 * 64) else 32         # what shared memory holds
-    if full_n * full_p > 128 * 128 and not narrow:
-        rows = 16
-    rows = max(16, min(rows, cap))
     scan_p = min(full_p, 64 if full_n <= (128 if narrow else 64) else 32)
     states_n = min(full_n, 128 if narrow else 64)
-    states = Tiles(rows, min(full_p, 64), states_n, 4, 2)
     backward_n = min(full_n, 64 if narrow else 32)
-    return Plan(dot, Tiles(rows, scan_p, full_n, 4, 2), states, states, Tiles(rows, full_p, backward_n, 4, 2))
+    scan_rows = backward_rows = 64
+    if not narrow:                                       # else thousands of bytes a thread go to local memory
+        scan_rows, backward_rows = (32, 32) if full_n <= 64 else (16, 32 if full_n * full_p <= 128 * 128 else 16)
+    scan_rows, backward_rows = (max(16, min(rows, cap)) for rows in (scan_rows, backward_rows))
+    return Plan(
+        dot, Tiles(scan_rows, scan_p, full_n, 4, 2), Tiles(scan_rows, min(full_p, 64), states_n, 4, 2),
+        Tiles(backward_rows, min(full_p, 64), states_n, 4, 2), Tiles(backward_rows, full_p, backward_n, 4, 2),
+    )  # fmt: skip
 
 
 def _power_of_two(size: int) -> int:
@@ -104,11 +111,13 @@ class _Call:
         self.groups, self.state = B.shape[2:]
         self.plan = plan_for(self.length, self.headdim, self.state, chunk_size, dot_precision(x, B, C))
         limited = dt_min > 0.0 or dt_max < float("inf") or not dt_softplus                # softplus is above 0
-        self.sizes = {"H": self.heads, "P": self.headdim, "R": self.heads // self.groups, "N": self.state}
-        self.flags = {
-            "DOT": self.plan.dot, "SOFTPLUS": dt_softplus, "LIMITED": limited, "HAS_BIAS": dt_bias is not None,
-            "HAS_SEQ": seq_idx is not None,
-        }  # fmt: skip
+        self.sizes = (self.heads, self.headdim, self.heads // self.groups, self.state)    # H, P, R, N
+        self.rules = (self.plan.dot, dt_softplus, limited)                                # DOT, SOFTPLUS, LIMITED
+        self.has = (dt_bias is not None, seq_idx is not None)                             # HAS_BIAS, HAS_SEQ
+
+    def row_strides(self) -> tuple[int, ...]:
+        """Of x, dt, B and C."""
+        return (*self.x.stride()[:3], *self.dt.stride(), *self.B.stride()[:3], *self.C.stride()[:3])
 
     def state_like(self, spans: int) -> Tensor:
         """Room for (B, S, H, P, N) float32."""
@@ -119,24 +128,26 @@ class _Call:
         """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
         spans = ceil_div(self.length, tiles.rows * span) if ends is None else ends.shape[0] - 1
         blocks = ceil_div(self.headdim, tiles.p) * ceil_div(self.state, tiles.n)
-        _states_kernel[(self.heads * blocks, spans, self.batch)](
-            rows, z, columns, self.dt, self.A, self.dt_bias, self.seq_idx, ends, entering, each, last, decay,
-            *self.limits, self.length, span,
-            *rows.stride()[:3], *_strides(z, 3), *columns.stride()[:3], *self.dt.stride(), *_strides(self.seq_idx, 1),
-            *_state_strides(entering),
-            **self.sizes, **self.flags, Q=tiles.rows, BLOCK_P=tiles.p, BLOCK_N=tiles.n,
-            HAS_Z=z is not None, HAS_ENTERING=entering is not None, REVERSE=reverse, ENDS=ends is not None,
-            EACH=each is not None, LAST=last is not None, DECAY=decay is not None,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+        tensors = (
+            rows, z, columns, self.dt, self.A, self.dt_bias, self.seq_idx, ends, entering, each, last, decay
+        )
+        numbers = (
+            *self.limits, self.length, span, *rows.stride()[:3], *_strides(z, 3), *columns.stride()[:3],
+            *self.dt.stride(), *_strides(self.seq_idx, 1), *_state_strides(entering),
         )  # fmt: skip
+        constants = (
+            *self.sizes, *tiles[:3], *self.rules, z is not None, *self.has, entering is not None, reverse,
+            ends is not None, each is not None, last is not None, decay is not None,
+        )  # fmt: skip
+        _launch(_states_kernel, (self.heads * blocks, spans, self.batch), tensors, numbers, constants, tiles)
 
     def pass_on(self, states, decay, initial, *, reverse=False, last=None):
         """Launch `_passing_kernel` on states (B, S, H, P, N), in place; initial, last (B, H, P, N)."""
         size = self.headdim * self.state
-        _passing_kernel[(ceil_div(size, PASSING_BLOCK), self.heads, self.batch)](
-            states, decay, initial, last, states.shape[1], *_strides(initial, 2), H=self.heads, SIZE=size,
-            BLOCK=PASSING_BLOCK, HAS_INITIAL=initial is not None, REVERSE=reverse, LAST=last is not None,
-        )  # fmt: skip
+        numbers = (states.shape[1], *_strides(initial, 2))
+        constants = (self.heads, size, PASSING_BLOCK, initial is not None, reverse, last is not None)
+        grid = (ceil_div(size, PASSING_BLOCK), self.heads, self.batch)
+        _launch(_passing_kernel, grid, (states, decay, initial, last), numbers, constants, PLAIN)
 
     def walk_start(self, tiles, span, rows, z, columns, first, *, reverse=False, last=None):
         """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
@@ -154,6 +165,29 @@ class _Call:
     def span_for(self, tiles) -> int:
         programs = self.batch * self.heads * ceil_div(self.headdim, tiles.p)
         return chunks_in_span(ceil_div(self.length, tiles.rows), programs, self.x.device)
+
+
+_compiled: dict[tuple, object] = {}
+_MOST_COMPILED = 4096
+
+
+def _launch(kernel, grid, tensors, numbers, constants, tiles) -> None:
+    """`kernel[grid](*tensors, *numbers, *constants)`, without Triton's own search for the compiled kernel, which takes
+    longer than the launch: all that it depends on is in our key."""
+    if INTERPRETED:
+        kernel[grid](*tensors, *numbers, *constants, num_warps=tiles.warps, num_stages=tiles.stages)
+        return
+    kinds = tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
+    key = (kernel.fn.__name__, tensors[0].get_device(), kinds, numbers, constants, tiles.warps, tiles.stages)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](*tensors, *numbers, *constants)
+        return
+    if len(_compiled) >= _MOST_COMPILED:
+        _compiled.clear()
+    _compiled[key] = kernel[grid](
+        *tensors, *numbers, *constants, num_warps=tiles.warps, num_stages=tiles.stages
+    )
 
 
 def _dense(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
@@ -199,16 +233,20 @@ def _scan(
     entering = call.walk_start(plan.states, span, call.x, None, call.B, call.initial)
     spans = ceil_div(call.length, tiles.rows * span)
     grid = (call.heads * ceil_div(call.headdim, tiles.p), spans, call.batch)
-    _scan_kernel[grid](
-        call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out, final,
-        dt_min, dt_max, call.length, span,
-        *call.x.stride()[:3], *call.dt.stride(), *call.B.stride()[:3], *call.C.stride()[:3], *_D_strides(D),
-        *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering),
-        **call.sizes, **call.flags, Q=tiles.rows, BLOCK_P=tiles.p, BLOCK_N=tiles.n,
-        HAS_D=D is not None, HAS_Z=z is not None, HAS_ENTERING=entering is not None,
-        MOVES=final_state or call.length > tiles.rows, FINAL=final_state,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+    tensors = (
+        call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out,
+        final if final_state else None,
     )  # fmt: skip
+    numbers = (
+        dt_min, dt_max, call.length, span, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
+        *_strides(call.seq_idx, 1), *_state_strides(entering),
+    )  # fmt: skip
+    moves = final_state or call.length > tiles.rows
+    constants = (
+        *call.sizes, *tiles[:3], *call.rules, D is not None, z is not None, *call.has, entering is not None, moves,
+        final_state,
+    )  # fmt: skip
+    _launch(_scan_kernel, grid, tensors, numbers, constants, tiles)
     return out, final
 
 
@@ -240,33 +278,43 @@ def _scan_backward(
     chunks = ceil_div(length, tiles.rows)
     nothing = x.new_empty(0)
     dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
-    dz = nothing if z is None else z.new_empty(z.shape)
+    dz = None if z is None else z.new_empty(z.shape)
     shared = call.groups < heads
     dB, dC = (
         t.new_empty(batch, length, heads, call.state, dtype=torch.float32 if shared else t.dtype) for t in (B, C)
     )
-    columns = 2 + (0 if D is None else D[0].numel())
-    sums = x.new_empty(batch * chunks, heads, columns, dtype=torch.float32)
-    _scan_backward_kernel[(heads, chunks, batch)](
+    dA, dbias, dD = (
+        None if t is None else x.new_empty(batch * chunks, *t.shape, dtype=torch.float32) for t in (A, dt_bias, D)
+    )
+    tensors = (
         call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, leaving, dout,
-        dx, ddt, dB, dC, dz, sums, dt_min, dt_max, length,
-        *call.x.stride()[:3], *call.dt.stride(), *call.B.stride()[:3], *call.C.stride()[:3], *_D_strides(D),
-        *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering), *_state_strides(leaving),
-        *dout.stride()[:3],
-        **call.sizes, **call.flags, SUMS=columns, Q=tiles.rows, BLOCK_P=tiles.p, BLOCK_N=tiles.n,
-        HAS_D=D is not None, D_HAS_P=columns > 3, HAS_Z=z is not None, HAS_ENTERING=entering is not None,
-        HAS_LEAVING=leaving is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        dx, ddt, dB, dC, dz, dA, dD, dbias,
     )  # fmt: skip
+    numbers = (
+        dt_min, dt_max, length, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3), *_strides(call.seq_idx, 1),
+        *_state_strides(entering), *_state_strides(leaving), *dout.stride()[:3],
+    )  # fmt: skip
+    constants = (
+        *call.sizes, *tiles[:3], *call.rules, D is not None, D is not None and D.dim() == 2, z is not None, *call.has,
+        entering is not None, leaving is not None,
+    )  # fmt: skip
+    _launch(_scan_backward_kernel, (heads, chunks, batch), tensors, numbers, constants, tiles)
     if shared:
-        dB, dC = (
-            share.unflatten(2, (call.groups, -1)).sum(3).to(t.dtype) for share, t in ((dB, B), (dC, C))
-        )
-    sums = sums.sum(0)                                                                    # (H, 2 + width of D)
-    dA, ddt_bias = sums[:, 0].to(A.dtype, copy=True), nothing
-    if dt_bias is not None:
-        ddt_bias = sums[:, 1].to(dt_bias.dtype, copy=True)
-    dD = nothing if D is None else sums[:, 2:].to(D.dtype, copy=True).view(D.shape)
-    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial
+        dB, dC = _add_heads(dB, dC, B, C)
+    dA, dbias, dD = (
+        nothing if t is None else shares.sum(0).to(t.dtype)
+        for shares, t in ((dA, A), (dbias, dt_bias), (dD, D))
+    )
+    return dx, ddt, dA, dB, dC, dD, nothing if dz is None else dz, dbias, dinitial
+
+
+def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """dB, dC (B, L, G, N) from the heads' shares (B, L, H, N)."""
+    dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
+    grid = (ceil_div(B.numel(), ADDING_BLOCK), 2, 1)
+    constants = (dB_shares.shape[2] // B.shape[2], B.shape[3], ADDING_BLOCK)
+    _launch(_add_heads_kernel, grid, (dB_shares, dC_shares, dB, dC), (B.numel(),), constants, PLAIN)
+    return dB, dC
 
 
 def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None):
