@@ -2,11 +2,14 @@
 
     python benchmarks/train_step.py --steps 20 [--modes eager,compile,graph,graph+compile] [--config FILE]
     [--Section.Key V]
+    python benchmarks/train_step.py --loop 300 [...]
 
 Variants are compared in one run: `eager` launches every kernel from Python, `graph` replays captured CUDA graphs,
 `compile` re-lays the convolutions and compiles the parts of an update and of an imagined step; on a CPU there is only
 `eager`. Figures are medians over `--steps` repeats after warm-up, launched from Python and waited for; `prepare_s` is
-the time that warm-up, compilation and capture took. JSON goes to benchmarks/results/.
+the time that warm-up, compilation and capture took. With `--loop` nothing is taken apart: the loop of train.py runs,
+with and without `OverlapEnvironment`, with its log lines and without checkpoints; the time of a step is the median over log
+intervals once everything is captured. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +30,8 @@ from envs.collector import Collector
 from mamba_ssm.ops.tiers import use_tier
 from sub_models.acting import build_actor
 from sub_models.cuda_graph import WARMUP_CALLS, CapturedStep
-from train import build, make_env_vector
+from tools.run import open_run, read_metrics
+from train import build, make_env_vector, train
 from utils import Config, load_config, override_config, resolve_device, seed_everything
 
 MODES = {
@@ -35,6 +40,7 @@ MODES = {
     "graph": {"BasicSettings.Use_cg": "true", "BasicSettings.Compile": "false"},
     "graph+compile": {"BasicSettings.Use_cg": "true", "BasicSettings.Compile": "true"},
 }
+LOOP_INTERVAL = 50  # steps between two log lines of a whole loop
 VARIANTS = [("Mamba2", "AC"), ("Mamba", "AC"), ("Transformer", "AC"), ("Mamba2", "PPO")]
 
 
@@ -123,13 +129,42 @@ def measure(config: Config, steps: int, profile: bool) -> dict[str, dict[str, fl
     return result
 
 
+def measure_loop(config: Config, steps: int) -> dict[str, dict[str, float]]:
+    """Time of a step of train.py's own loop over `steps` steps, once both updates are captured, in both ways to step
+    the environment."""
+    training = config.JointTrainAgent
+    warm = max(training.WorldModelWarmUp, training.BehaviourWarmUp) + 2 * LOOP_INTERVAL
+    result = {}
+    for overlap in ("false", "true"):
+        torch.compiler.reset()
+        with tempfile.TemporaryDirectory() as folder:
+            given = {
+                "BasicSettings.RunDir": folder,
+                "JointTrainAgent.OverlapEnvironment": overlap,
+                "JointTrainAgent.SampleMaxSteps": warm + steps,
+                "JointTrainAgent.LogEverySteps": LOOP_INTERVAL,
+                "JointTrainAgent.SaveModels": "false",
+            }
+            with open_run(override_config(config, given)) as run:
+                train(run)
+            at, speeds = read_metrics(run.folder)["time/steps_per_second"]
+        samples = [1e3 / speed for step, speed in zip(at, speeds, strict=True) if step >= warm + LOOP_INTERVAL]
+        result["overlapped" if overlap == "true" else "in_turn"] = {
+            "median_ms": statistics.median(samples),
+            "min_ms": min(samples),
+            "max_ms": max(samples),
+        }
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--loop", type=int, default=0, help="time whole steps of train.py's loop instead, so many")
     parser.add_argument("--modes", default=None, help="comma-separated, default: all on a GPU, eager on a CPU")
     parser.add_argument("--variants", default=None, help="comma-separated Backbone-Policy, default: four")
     parser.add_argument("--profile", action="store_true", help="count kernels and their time on a GPU, too")
-    parser.add_argument("--out", default=None, help="JSON file, default: benchmarks/results/train_step_<device>.json")
+    parser.add_argument("--out", default=None, help="JSON file, default: train_step_ or train_loop_<device>.json in benchmarks/results/")
     options, words = parser.parse_known_args()
     base = load_config(words, "train.py").config
     device = resolve_device(base.BasicSettings.Device)
@@ -138,21 +173,25 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     report = {"device": name, "torch": torch.__version__, "python": platform.python_version(), "results": []}
     print(f"{name}, torch {torch.__version__}; median ms of {options.steps}")
-    header = ("world_model_update", "imagination", "agent_update", "acting", "environment_and_replay")
-    print(f"{'variant':<18}{'mode':<15}" + "".join(f"{column:>24}" for column in (*header, "sum")))
+    parts = ("world_model_update", "imagination", "agent_update", "acting", "environment_and_replay")
+    header = ("in_turn", "overlapped") if options.loop else (*parts, "sum")
+    print(f"{'variant':<18}{'mode':<15}" + "".join(f"{column:>24}" for column in header))
     for backbone, policy in variants:
         for mode in modes:
             given = {"Models.WorldModel.Backbone": backbone, "Models.Agent.Policy": policy, **MODES[mode]}
             config = override_config(base, given)
             with use_tier(config.BasicSettings.Kernels):
-                result = measure(config, options.steps, options.profile)
+                if options.loop:
+                    result = measure_loop(config, options.loop)
+                else:
+                    result = measure(config, options.steps, options.profile)
             report["results"].append({"backbone": backbone, "policy": policy, "mode": mode, **result})
-            columns = [result[column]["median_ms"] for column in header] + [result["sum_ms"]]
+            columns = [result["sum_ms"] if name == "sum" else result[name]["median_ms"] for name in header]
             print(
                 f"{backbone + ' + ' + policy:<18}{mode:<15}" + "".join(f"{value:>24.3f}" for value in columns),
                 flush=True,
             )
-    out = Path(options.out or Path(__file__).parent / "results" / f"train_step_{device.type}.json")
+    out = Path(options.out or Path(__file__).parent / "results" / f"train_{'loop' if options.loop else 'step'}_{device.type}.json")
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
 
