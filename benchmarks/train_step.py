@@ -8,8 +8,8 @@ Variants are compared in one run: `eager` launches every kernel from Python, `gr
 `compile` re-lays the convolutions and compiles the parts of an update and of an imagined step; on a CPU there is only
 `eager`. Figures are medians over `--steps` repeats after warm-up, launched from Python and waited for; `prepare_s` is
 the time that warm-up, compilation and capture took. With `--loop` nothing is taken apart: the loop of train.py runs,
-with and without `OverlapEnvironment`, with its log lines and without checkpoints; the time of a step is the median over log
-intervals once everything is captured. JSON goes to benchmarks/results/.
+with and without `OverlapEnvironment`, with its log lines and without checkpoints; the time of a step is the median over
+log intervals once everything is captured. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--modes", default=None, help="comma-separated, default: all on a GPU, eager on a CPU")
     parser.add_argument("--variants", default=None, help="comma-separated Backbone-Policy, default: four")
     parser.add_argument("--profile", action="store_true", help="count kernels and their time on a GPU, too")
-    parser.add_argument("--out", default=None, help="JSON file, default: train_step_ or train_loop_<device>.json in benchmarks/results/")
+    parser.add_argument("--out", default=None, help="JSON file, default: one in benchmarks/results/")
     options, words = parser.parse_known_args()
     base = load_config(words, "train.py").config
     device = resolve_device(base.BasicSettings.Device)
@@ -191,7 +191,8 @@ def main() -> None:
                 f"{backbone + ' + ' + policy:<18}{mode:<15}" + "".join(f"{value:>24.3f}" for value in columns),
                 flush=True,
             )
-    out = Path(options.out or Path(__file__).parent / "results" / f"train_{'loop' if options.loop else 'step'}_{device.type}.json")
+    what = "loop" if options.loop else "step"
+    out = Path(options.out or Path(__file__).parent / "results" / f"train_{what}_{device.type}.json")
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
 
