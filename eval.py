@@ -3,6 +3,7 @@
     python eval.py runs/<run> --Evaluate.EpisodeNum 100     play, and write the scores to the run's eval/
     python eval.py runs/<run> --export model.pt             what acting and dreaming need, in fp16, in one small file
     python eval.py runs/<run> --store results/<name>        keep a run for publication: no replay, no optimiser
+    python eval.py runs/<run> --archive run.tar.gz          what `train.py --resume` needs on another machine
     python eval.py --report runs/<run> runs/<sweep> ...     a page, a table and figures
 
 The configuration is the one that the checkpoint was trained with; keys on the command line are laid over it. In Python:
@@ -38,9 +39,10 @@ from envs.my_atari import human_normalised_score
 from envs.parallel import WorkerFailed
 from envs.spaces import action_space_of
 from mamba_ssm.ops.tiers import use_tier
-from replay_buffer import Batch
+from replay_buffer import Batch, ReplayFileError
 from sub_models.acting import Actor, build_actor
 from sub_models.world_models import WorldModel, build_world_model
+from tools.archive import archive_run
 from tools.checkpoints import CheckpointError, SavedModel, read_model, write_atomic
 from tools.doctor import check_kernels
 from tools.export import export_model, with_critics
@@ -279,6 +281,7 @@ def imagined_frames(
 USAGE = """usage: python eval.py PATH [--Section.Key value]...   evaluate a run's folder, a checkpoint or a model.pt
        python eval.py PATH --export FILE             write a small file with what acting needs
        python eval.py PATH --store FOLDER            copy what is published of a run
+       python eval.py PATH --archive FILE            all that a run goes on with, compressed, for another machine
        python eval.py --report PATH...               a page, a table and figures of runs and sweeps; see --report --help
 """
 
@@ -289,13 +292,14 @@ class Words(NamedTuple):
     path: str | None
     export: str | None
     store: str | None
+    archive: str | None
     config: list[str]  # for the configuration
 
 
 def split_words(words: Sequence[str]) -> Words:
     """The path comes first; the script's own options and keys of the configuration follow in any order."""
     path, words = (words[0], words[1:]) if words and not words[0].startswith("-") else (None, words)
-    own: dict[str, str | None] = {"export": None, "store": None}
+    own: dict[str, str | None] = {"export": None, "store": None, "archive": None}
     rest: list[str] = []
     left = iter(words)
     for word in left:
@@ -307,8 +311,8 @@ def split_words(words: Sequence[str]) -> Words:
         if not value or value.startswith("--"):
             raise ConfigError(f"{name}: needs a value")
         own[name.removeprefix("--")] = value
-    if None not in own.values():
-        raise ConfigError("--export and --store: one at a time")
+    if sum(value is not None for value in own.values()) > 1:
+        raise ConfigError("--export, --store and --archive: one at a time")
     return Words(path, **own, config=rest)
 
 
@@ -328,7 +332,7 @@ def run_evaluation(saved: SavedModel, config: Config, device: torch.device) -> N
 
 
 def evaluation_command(argv: Sequence[str]) -> None:
-    """`eval.py PATH ...`: evaluate, export or store."""
+    """`eval.py PATH ...`: evaluate, export, store or archive."""
     words = split_words(argv)
     if "--help" in words.config or "-h" in words.config:
         print(USAGE)
@@ -341,6 +345,11 @@ def evaluation_command(argv: Sequence[str]) -> None:
     if words.store is not None:
         store_run(Path(path), Path(words.store))
         print(f"stored in {words.store}")
+        return
+    if words.archive is not None:
+        archived = archive_run(Path(path), Path(words.archive))
+        sizes = f"{archived.after / 1e6:.1f} MB of {archived.before / 1e6:.1f}"
+        print(f"{words.archive}: {archived.checkpoint}, {sizes}; unpack it in runs/ and --resume the folder")
         return
     device = resolve_device(command.config.BasicSettings.Device)
     saved = read_model(path, device)
@@ -361,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, UnusableEnvironment) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, EnvironmentOutputError, WorkerFailed, ResultError, OSError) as error:
+    except (CheckpointError, ReplayFileError, EnvironmentOutputError, WorkerFailed, ResultError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

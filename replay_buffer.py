@@ -195,6 +195,12 @@ def _parse_manifest(manifest: Any) -> _Manifest:
     return parsed
 
 
+def manifest_files(manifest: Any) -> list[str]:
+    """Names of the files that a buffer is made of which `save` described by `manifest`."""
+    parsed = _parse_manifest(manifest)
+    return [file.name for file in [*parsed.chunks, parsed.counters]]
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -473,8 +479,7 @@ class ReplayBuffer:
         That includes what a crash left behind. Call it once the kept manifests are safely on disk.
         """
         needed = {chunk.name for chunk in self._chunks if chunk.stop > self._oldest()}
-        for manifest in map(_parse_manifest, kept_manifests):
-            needed.update(file.name for file in [*manifest.chunks, manifest.counters])
+        needed.update(name for manifest in kept_manifests for name in manifest_files(manifest))
         for path in Path(folder).iterdir():
             if _OWN_FILES.fullmatch(path.name) and path.name not in needed:
                 path.unlink()

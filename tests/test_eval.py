@@ -43,7 +43,7 @@ def test_saved_and_loaded_agents_score_the_same(run_folder):
     other_agent.load_state_dict(agent.state_dict())
     after = evaluate(other_world_model, other_agent, config, seed=1)
     assert before.episodes == after.episodes and np.array_equal(before.frames, after.frames)
-    assert evaluate(world_model, agent, config, seed=2).episodes != before.episodes
+    assert not np.array_equal(evaluate(world_model, agent, config, seed=2).frames, before.frames)
 
 
 class ScriptedEnv:
@@ -176,6 +176,13 @@ def test_a_run_is_stored_with_its_weights(run_folder, tmp_path):
     assert int(agent.act(np.zeros((16, 16, 3), np.uint8))[0]) in range(3)
 
 
+def test_a_run_is_archived_from_the_command_line(run_folder, tmp_path, capsys):
+    path = tmp_path / "folder" / "run.tar.gz"
+    assert main([str(run_folder), "--archive", str(path)]) == 0
+    assert re.match(rf"{re.escape(str(path))}: step_000000080, \d\.\d MB of \d\.\d; unpack", capsys.readouterr().out)
+    assert [file.name for file in path.parent.iterdir()] == ["run.tar.gz"]
+
+
 def test_a_report_from_the_command_line(run_folder, tmp_path, capsys):
     assert main(["--report", str(run_folder), "--out", str(tmp_path)]) == 0
     assert "1 run(s)" in capsys.readouterr().out and (tmp_path / "report.html").stat().st_size > 10_000
@@ -185,7 +192,7 @@ def test_the_help_names_all_uses(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    for word in ("--report PATH", "--export FILE", "--store FOLDER", "--Evaluate.EpisodeNum"):
+    for word in ("--report PATH", "--export FILE", "--store FOLDER", "--archive FILE", "--Evaluate.EpisodeNum"):
         assert word in printed
 
 
@@ -220,6 +227,7 @@ def test_continuous_runs_evaluate(tmp_path):
         (["--Evaluate.EpisodeNum", "0"], 2, "Evaluate.EpisodeNum"),
         (["some/run", "--export"], 2, "--export: needs a value"),
         (["some/run", "--export", "a.pt", "--store", "b"], 2, "one at a time"),
+        (["some/run", "--archive", "a.tar.gz"], 1, "some/run: not a run's folder"),
         (["--report", "no/such/run"], 1, "no/such/run"),
     ],
 )

@@ -277,9 +277,7 @@ class CheckpointFolder:
         """The newest checkpoint whose checksums hold. Newer, damaged ones are renamed, with a warning."""
         for entry in reversed(self.named()):
             try:
-                _manifest_files(entry)
-                for name in self.FILES:
-                    _read_verified(entry / name)
+                check_files(entry)
                 return entry
             except (OSError, CheckpointError) as error:
                 reason = error_reason(error) if isinstance(error, OSError) else error
@@ -331,6 +329,13 @@ class CheckpointFolder:
         """Remove what a killed write left."""
         for entry in self.folder.glob(".tmp_*"):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def check_files(folder: Path) -> None:
+    """CheckpointError or OSError unless a checkpoint's files are there and as its manifest says."""
+    _manifest_files(folder)
+    for name in CheckpointFolder.FILES:
+        _read_verified(folder / name)
 
 
 def _manifest_files(folder: Path) -> dict[str, dict]:

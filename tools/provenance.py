@@ -6,8 +6,10 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,8 +26,21 @@ def provenance(device: torch.device | None = None) -> dict[str, dict[str, str | 
 
 def origin(device: torch.device) -> bytes:
     """The content of a run's origin.json: the command of this process and its provenance, on `device`."""
-    command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    return json.dumps({"command": command, **provenance(device)}, indent=1).encode()
+    return json.dumps({"command": command(), **provenance(device)}, indent=1).encode()
+
+
+def resumed_origin(before: Mapping[str, Any], step: int, seconds: float, device: torch.device) -> bytes:
+    """The content of origin.json of a run that this process goes on with.
+
+    before: its content so far; step: where this process begins; seconds: wall time of the processes before it.
+    """
+    piece = {"step": step, "seconds": round(seconds, 1), "command": command(), **provenance(device)}
+    return json.dumps({**before, "resumed": [*before.get("resumed", []), piece]}, indent=1).encode()
+
+
+def command() -> str:
+    """What this process was started with, for a shell."""
+    return shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ from tools.aggregates import (
     why_no_aggregates,
 )
 from tools.checkpoints import write_atomic
-from tools.results import CARD, Result, ResultError, Score, collect, grouped, machine, write_card
+from tools.results import CARD, Result, ResultError, Score, collect, duration, grouped, machine, write_card
 from tools.run import RECENT_EPISODES, bootstrap_interval
 
 # Columns of config_files/atari_scores.csv beside ours, and what they are called; that file names each one's source.
@@ -141,12 +141,14 @@ def seed_table(results: Sequence[Result]) -> Table:
                 f"{result.steps:,} of {result.config.JointTrainAgent.SampleMaxSteps:,}",
                 "-" if score is None else f"{score.mean:.2f} ({_episodes(score)})",
                 "-" if normalised is None else f"{normalised:.3f}",
+                "-" if result.wall_seconds() is None else duration(result.wall_seconds()),
                 machine(origin.get("hardware", {})),
                 (origin.get("commit") or "-")[:10],
             ]
         )
-    columns = ["environment", "setting", "seed", "steps", "score", "human-normalised", "machine", "commit"]
-    return Table("Runs", columns, rows)
+    columns = ["environment", "setting", "seed", "steps", "score", "human-normalised"]
+    columns += ["wall time", "machine", "commit"]
+    return Table("Runs", columns, rows, "Wall time is that of the training, pictures and checkpoints included.")
 
 
 def config_table(results: Sequence[Result]) -> Table:

@@ -12,6 +12,7 @@ Every folder that has config.yaml and metrics.jsonl is a result: a run's, a stor
 
 import json
 import logging
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from envs.my_atari import game_of, human_normalised_score, reference_scores
 from tools.checkpoints import CheckpointError, read_json, read_model, write_atomic
 from tools.export import export_model
 from tools.provenance import ORIGIN
-from tools.run import EPISODE_RETURN, REPORTED_EPISODES, bootstrap_interval, read_metrics
+from tools.run import EPISODE_RETURN, REPORTED_EPISODES, TOTAL_SECONDS, bootstrap_interval, read_metrics
 from utils import (
     RUN_CONFIG_NAME,
     Config,
@@ -54,7 +55,9 @@ FACTS = {  # what is read of summary.json and origin.json, with its types
     "config": (dict, "object"),
     "command": (str, "text"),
     "note": (str, "text"),
+    "resumed": (list, "list"),
 }
+PIECE_FACTS = ("hardware", "versions", "commit", "command")  # of each process that went on with a run
 # Keys in which runs may differ and still be the same setting: where and how fast they ran, what they showed.
 SAME_SETTING = (
     "BasicSettings.Env_name", "BasicSettings.Seed", "BasicSettings.RunDir", "BasicSettings.SavePath",
@@ -125,6 +128,11 @@ class Result:
         score = self.score()
         return None if score is None else human_normalised_score(self.env, score.mean)
 
+    def wall_seconds(self) -> float | None:
+        """Wall time of the training, all its processes together; None where it was not logged."""
+        _, totals = self.metrics.get(TOTAL_SECONDS, (None, [math.nan]))
+        return float(totals[-1]) if math.isfinite(totals[-1]) else None
+
     def pictures(self) -> dict[str, Path]:
         """The newest picture of each kind, by its caption."""
         kinds = {
@@ -181,6 +189,10 @@ def _read_facts(path: Path, required: Sequence[str] = ()) -> dict[str, Any]:
     for name, (kind, expected) in FACTS.items():
         if (name in content or name in required) and not isinstance(content.get(name), kind):
             raise ResultError(f"{path}: not a result, {name} is no {expected}")
+    for piece in content.get("resumed", []):
+        known = isinstance(piece, dict) and isinstance(piece.get("step"), int)
+        if not known or not all(isinstance(piece.get(name), FACTS[name][0]) for name in PIECE_FACTS):
+            raise ResultError(f"{path}: not a result, resumed is no list of processes")
     interval = content.get("mean_interval_95", [0.0, 0.0])
     if len(interval) != 2 or not all(isinstance(bound, int | float) for bound in interval):
         raise ResultError(f"{path}: not a result, mean_interval_95 is no pair of numbers")
@@ -254,8 +266,7 @@ def store_run(source: Path, folder: Path) -> None:
         summary = _read_facts(file, (*EVALUATION_FACTS, "config"))
         written[file] = json.dumps({**summary, "config": _anywhere(summary["config"])}, indent=2)
     if result.origin:
-        command = _without_places(result.origin.get("command", ""))
-        written[source / ORIGIN] = json.dumps({**result.origin, "command": command}, indent=1)
+        written[source / ORIGIN] = json.dumps(_public(result.origin), indent=1)
     contents = {file: file.read_bytes() for file in copied if file.is_file()}
     contents |= {file: text.encode() for file, text in written.items()}
     for file, data in contents.items():
@@ -264,6 +275,14 @@ def store_run(source: Path, folder: Path) -> None:
         write_atomic(target, data)
     _store_model(source, folder / "model.pt")
     write_card(folder)
+
+
+def _public(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """origin.json with commands that do not tell where the run lay."""
+    public = {**origin, "command": _without_places(origin.get("command", ""))}
+    if "resumed" in origin:
+        public["resumed"] = [{**piece, "command": _without_places(piece["command"])} for piece in origin["resumed"]]
+    return public
 
 
 def _without_places(command: str) -> str:
@@ -361,7 +380,14 @@ def _scores(result: Result, score: Score | None) -> dict[str, Any]:
 def _where(result: Result) -> dict[str, Any]:
     """Of the training where that is known, else of the evaluation, said as such."""
     rows = {"command": f"`{result.origin['command']}`"} if "command" in result.origin else {}
-    for kind, origin in (("training", result.origin), ("evaluation", result.evaluation or {})):
+    seconds, resumed = result.wall_seconds(), result.origin.get("resumed", [])
+    if seconds is not None:
+        rows["training, wall time"] = duration(seconds) + _pieces(resumed)
+    places = [("training", result.origin)]
+    for piece in resumed:  # those that ran elsewhere than the one before
+        if _place(piece) != _place(places[-1][1]):
+            places.append((f"training from step {piece['step']:,}", piece))
+    for kind, origin in (*places, ("evaluation", result.evaluation or {})):
         if "hardware" in origin:
             rows[f"{kind}, hardware"] = machine(origin["hardware"])
         if "versions" in origin:
@@ -369,6 +395,26 @@ def _where(result: Result) -> dict[str, Any]:
         if origin.get("commit"):
             rows[f"{kind}, commit"] = f"`{origin['commit']}`"
     return rows or {"origin": "not recorded"}
+
+
+def _place(origin: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(origin.get(name) for name in ("hardware", "versions", "commit"))
+
+
+def _pieces(resumed: Sequence[Mapping[str, Any]]) -> str:
+    """How often a run was broken off, in words."""
+    if not resumed:
+        return ""
+    steps = ", ".join(f"{piece['step']:,}" for piece in resumed)
+    return f" in {len(resumed) + 1} pieces, resumed at step {steps}; steps that were lost and repeated are counted"
+
+
+def duration(seconds: float) -> str:
+    """Wall time for a reader: 34 s, 16 min, 5 h 30 min."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def machine(hardware: Mapping[str, Any]) -> str:

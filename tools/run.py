@@ -1,7 +1,8 @@
 """A run and its folder: metrics, progress, checkpoints, pictures.
 
     RUN/config.yaml     the resolved configuration
-    RUN/origin.json     the command that began the run, versions, hardware and commit
+    RUN/origin.json     the command that began the run, versions, hardware and commit; `resumed`: those of each process
+                        that went on with it, with the step and the wall time so far
     RUN/metrics.jsonl   the truth about the run: one JSON object a line, {"step": 1200, "world_model/loss": 3.1, ...};
                         numbers that are not finite are written as Python's json does (NaN, Infinity, -Infinity);
                         names that start with `time/` are wall-clock figures, all others repeat when a run is repeated
@@ -42,6 +43,7 @@ from tqdm import tqdm
 from tools.checkpoints import (
     CHECKPOINT_FORMAT,
     Checkpoint,
+    CheckpointError,
     CheckpointFolder,
     error_reason,
     folder_listing,
@@ -51,7 +53,7 @@ from tools.checkpoints import (
     write_atomic,
 )
 from tools.pictures import save_mp4, save_png
-from tools.provenance import ORIGIN, origin
+from tools.provenance import ORIGIN, origin, resumed_origin
 from utils import (
     RUN_CONFIG_NAME,
     config_from_file,
@@ -65,6 +67,7 @@ logger = logging.getLogger("drama.tools")
 
 EPISODE_RETURN = "episode/return"  # logged once for each episode that ends
 EVALUATION_RETURN = "evaluation/return_mean"
+TOTAL_SECONDS = "time/total_seconds"  # wall time of all processes of the run so far
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
@@ -489,6 +492,30 @@ def _lock_folder(folder: Path) -> int:
     return descriptor
 
 
+def _read_origin(folder: Path) -> dict[str, Any]:
+    """What origin.json says so far; a run goes on without it, too."""
+    try:
+        content = read_json(folder / ORIGIN)
+    except FileNotFoundError:
+        content = {}
+    except CheckpointError as error:
+        logger.warning("%s: how the run began is not known any more", error)
+        content = {}
+    if not isinstance(content, dict) or not isinstance(content.get("resumed", []), list):
+        logger.warning("%s: not written by a run, it is replaced", folder / ORIGIN)
+        return {}
+    return content
+
+
+def seconds_taken(folder: str | Path, origin: Mapping[str, Any]) -> float:
+    """Wall time of the run's processes so far: up to the last metric line of each, work that was lost included."""
+    path = Path(folder) / "metrics.jsonl"
+    logged = read_metrics(path).get(TOTAL_SECONDS) if path.exists() else None
+    pieces = [piece.get("seconds") for piece in origin.get("resumed", []) if isinstance(piece, dict)]
+    known = [float(seconds) for seconds in pieces if isinstance(seconds, int | float)]
+    return max([*known, *(logged[1].tolist() if logged else [])], default=0.0)
+
+
 class Run:
     """One training run: see the module's docstring for the folder, `open_run` for how to get one.
 
@@ -496,6 +523,7 @@ class Run:
     """
 
     def __init__(self, folder: Path, config: Any, resumed: bool) -> None:
+        self._began = time.monotonic()
         self.folder = folder
         self._lock = _lock_folder(folder)
         self.config = _settle_config(folder, config)
@@ -509,6 +537,8 @@ class Run:
         self.start_step = _manifest_step(self._resume_from) if self._resume_from else 0
         if resumed and self._resume_from is None:
             self._refuse_to_start_over()
+        self._origin = _read_origin(folder) if resumed else {}
+        self._seconds_before = seconds_taken(folder, self._origin) if resumed else 0.0
         if resumed:
             cut_metrics(folder / "metrics.jsonl", self.start_step if self._resume_from else -1)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
@@ -585,8 +615,11 @@ class Run:
         raise RunError(f"{self.folder}: no checkpoint to go on from: {problem}; start a new run")
 
     def keep_config(self) -> None:
-        """Write the configuration that a resumed run goes on with, once its checkpoint has proved to fit."""
+        """Write what a resumed run goes on with, configuration and machine, once its checkpoint has proved to fit."""
         write_atomic(self.folder / RUN_CONFIG_NAME, config_to_yaml(self.config).encode())
+        device = resolve_device(self.config.BasicSettings.Device)
+        went_on = resumed_origin(self._origin, self.start_step, self._seconds_before, device)
+        write_atomic(self.folder / ORIGIN, went_on)
 
     def how_to_go_on(self) -> str:
         """What is saved, in words, for a run that ends early."""
@@ -655,7 +688,9 @@ class Run:
         now = time.monotonic()
         last_step, last_time = self._flushed
         self._flushed = (step, now)
-        self.log(step, {**means, "time/steps_per_second": (step - last_step) / max(now - last_time, 1e-9)})
+        rate = (step - last_step) / max(now - last_time, 1e-9)
+        total = self._seconds_before + now - self._began
+        self.log(step, {**means, "time/steps_per_second": rate, TOTAL_SECONDS: total})
         return means
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

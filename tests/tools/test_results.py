@@ -10,7 +10,7 @@ import pytest
 from tests.test_train import run_training
 from tests.tools.made_results import make_result
 from tools.checkpoints import read_model
-from tools.results import ResultError, card, collect, grouped, machine, read_result, store_run
+from tools.results import ResultError, card, collect, duration, grouped, machine, read_result, store_run
 
 
 def test_runs_are_found_below_a_folder_and_once(tmp_path):
@@ -120,6 +120,14 @@ def test_a_stored_run_does_not_tell_where_it_lay(tmp_path):
     words = ["python", "train.py", "--config", f"{tmp_path}/secret/a.yaml", "--config", "/my secret/a b/c.yaml"]
     words += ["--config", "../secret/d.yaml", "--config", "here/e.yaml", "--BasicSettings.RunDir=/secret/b/c d/"]
     origin = {"command": shlex.join([*words, "--BasicSettings.Env_name=ALE/Pong-v5"])}
+    again = {
+        "step": 20,
+        "command": "python train.py --resume /secret/run",
+        "versions": {},
+        "hardware": {},
+        "commit": None,
+    }
+    origin["resumed"] = [again]
     (source / "origin.json").write_text(json.dumps(origin))
     store_run(source, tmp_path / "stored")
     for file in (path for path in (tmp_path / "stored").rglob("*") if path.is_file()):
@@ -127,6 +135,7 @@ def test_a_stored_run_does_not_tell_where_it_lay(tmp_path):
     stored = json.loads((tmp_path / "stored" / "origin.json").read_text())
     kept = "--config a.yaml --config c.yaml --config d.yaml --config here/e.yaml '--BasicSettings.RunDir=c d'"
     assert stored["command"] == f"python train.py {kept} --BasicSettings.Env_name=ALE/Pong-v5"
+    assert stored["resumed"] == [{**again, "command": "python train.py --resume run"}]
     assert read_model(tmp_path / "stored").config["BasicSettings"]["RunDir"] == "runs"
 
 
@@ -150,6 +159,38 @@ def test_a_card_says_what_was_measured_and_what_not(tmp_path):
         assert part in text, part
     unknown = card(read_result(make_result(tmp_path / "toy", "Toy/Catch-v0", returns=[])))
     assert "no episode ended" in unknown and "origin | not recorded" in unknown and "human-normalised" not in unknown
+
+
+def test_a_card_says_in_how_many_pieces_and_where_a_run_was_made(tmp_path):
+    """Wall time of one machine and another's name beside it would be a wrong claim."""
+    here = {"hardware": {"accelerator": "GPU A"}, "versions": {"torch": "2.11"}, "commit": "abc"}
+    there = {"hardware": {"accelerator": "GPU B"}, "versions": {"torch": "2.13"}, "commit": "def"}
+    pieces = [{"step": 400, "command": "c", **here}, {"step": 900, "command": "c", **there}]
+    folder = make_result(tmp_path / "run")
+    (folder / "origin.json").write_text(json.dumps({"command": "c", **here, "resumed": pieces}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2100, "time/total_seconds": 4000.0}\n')
+    text = card(read_result(folder))
+    assert "| training, wall time | 1 h 7 min in 3 pieces, resumed at step 400, 900;" in text
+    assert "| training, hardware | GPU A |" in text and "| training from step 900, hardware | GPU B |" in text
+    assert "| training from step 900, commit | `def` |" in text and "from step 400, " not in text
+    unknown = card(read_result(make_result(tmp_path / "old")))
+    assert "wall time" not in unknown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min"), (3570, "1 h 0 min"), (19_900, "5 h 32 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("resumed", [{}, [3], [{"step": 1}], [{"step": 1, "command": "c", "hardware": 3}]])
+def test_pieces_of_something_else_are_refused(tmp_path, resumed):
+    folder = make_result(tmp_path / "run")
+    (folder / "origin.json").write_text(json.dumps({"resumed": resumed}))
+    with pytest.raises(ResultError, match="resumed is no"):
+        read_result(folder)
 
 
 def test_metrics_are_read_once_as_arrays(tmp_path):

@@ -250,6 +250,49 @@ def test_lines_say_what_was_logged(run):
     assert run.status() == "score -1  agent/value_loss 0.5  world_model 3"
 
 
+def test_wall_time_is_that_of_all_processes(config, monkeypatch):
+    """A run in pieces must not look faster than it was: what a kill undid took its time too."""
+    now = 1000.0
+    monkeypatch.setattr(tools.time, "monotonic", lambda: now)
+
+    def work(run, step, seconds, save=False):
+        nonlocal now
+        now += seconds
+        run.flush(step)
+        if save:
+            run.save_checkpoint(step, model=MODEL, train={})
+
+    with open_run(config) as run:
+        work(run, 10, 30.0, save=True)
+        work(run, 20, 40.0)  # lost
+    for lost in (5.0, 7.0):  # killed twice before the next checkpoint
+        now += 3600.0  # nobody worked
+        with open_run(None, run.folder) as resumed:
+            resumed.keep_config()
+            work(resumed, 20, lost)
+    with open_run(None, run.folder) as resumed:
+        resumed.keep_config()
+        assert [line["time/total_seconds"] for line in lines(run.folder)] == [30.0]
+        work(resumed, 20, 11.0, save=True)
+    assert [line["time/total_seconds"] for line in lines(run.folder)] == [30.0, 93.0]
+    pieces = json.loads((run.folder / "origin.json").read_text())["resumed"]
+    assert [(piece["step"], piece["seconds"]) for piece in pieces] == [(10, 70.0), (10, 75.0), (10, 82.0)]
+    assert {"command", "versions", "hardware", "commit"} <= pieces[0].keys()
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"resumed": 3}', '{"resumed": [3, {"seconds": "x"}]}'])
+def test_a_run_goes_on_without_a_sound_origin(config, content):
+    """The file only tells a reader where figures come from: no reason to lose a run."""
+    with open_run(config) as run:
+        run.save_checkpoint(1, model=MODEL, train={})
+    (run.folder / "origin.json").unlink()
+    if content is not None:
+        (run.folder / "origin.json").write_text(content)
+    with open_run(None, run.folder) as resumed:
+        resumed.keep_config()
+    assert json.loads((run.folder / "origin.json").read_text())["resumed"][-1]["step"] == 1
+
+
 def test_tensorboard_mirrors_the_file(config):
     """Both must show the same curves, also where a killed process's steps are run again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
