@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,14 @@ from sub_models.functions_losses import (
     SymlogTwoHot,
     categorical_entropy,
     full_precision,
+    index_at,
     init_orthogonal,
     lambda_return,
     masked_mean,
     masked_quantile,
-    sample_index,
     uniform_mix_logits,
 )
+from sub_models.fused_imagination import ActorParts
 from sub_models.optimiser import Optimiser
 from sub_models.world_models import MLPHead, Rollout
 
@@ -115,9 +116,13 @@ class CategoricalActions(nn.Module):
         """Network output (..., A) -> normalised log-probabilities (..., A), float32."""
         return uniform_mix_logits(output, self.unimix_ratio)
 
-    def sample(self, log_probs: Tensor) -> Tensor:
-        """(..., A) -> action (...) int64."""
-        return sample_index(log_probs)
+    def noise(self, *leading: int, **factory: Any) -> Tensor:
+        """What `sample` takes for (*leading, A).   -> leading, uniform in 0..1."""
+        return torch.rand(leading, **factory)
+
+    def sample(self, log_probs: Tensor, noise: Tensor) -> Tensor:
+        """(..., A), noise (...) -> action (...) int64."""
+        return index_at(log_probs, noise)
 
     def mode(self, log_probs: Tensor) -> Tensor:
         return log_probs.argmax(-1)
@@ -151,10 +156,14 @@ class TanhGaussianActions(nn.Module):
         mean, raw_std = full_precision(output).chunk(2, dim=-1)
         return torch.cat((mean, MIN_STD + (MAX_STD - MIN_STD) * torch.sigmoid(raw_std)), dim=-1)
 
-    def sample(self, params: Tensor) -> Tensor:
-        """(..., 2A) -> u (..., A)."""
+    def noise(self, *leading: int, **factory: Any) -> Tensor:
+        """What `sample` takes for (*leading, 2A).   -> (*leading, A), normal."""
+        return torch.randn((*leading, self.action_dim), **factory)
+
+    def sample(self, params: Tensor, noise: Tensor) -> Tensor:
+        """(..., 2A), noise (..., A) -> u (..., A)."""
         mean, std = params.chunk(2, dim=-1)
-        return mean + std * torch.randn_like(std)
+        return mean + std * noise
 
     def mode(self, params: Tensor) -> Tensor:
         return params.chunk(2, dim=-1)[0]
@@ -233,18 +242,32 @@ class ActorCriticAgent(nn.Module):
             output = self.actor(self.feature_norm(feature))
         return self.actions.parameters_of(output)
 
+    def noise(self, *leading: int) -> Tensor:
+        """The random numbers that `sample` takes for features (*leading, F), in one launch."""
+        mean = self.feature_norm.mean
+        return self.actions.noise(*leading, dtype=mean.dtype, device=mean.device)
+
     @torch.no_grad()
-    def sample(self, feature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """feature (B, F) -> environment action, action as the policy parameterises it, its log-probability (B,)."""
+    def sample(self, feature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """feature (B, F), noise as `noise(B)` makes it -> environment action, action as the policy parameterises it,
+        its log-probability (B,)."""
         params = self.policy(feature)
-        action = self.actions.sample(params)
+        action = self.actions.sample(params, noise)
         return self.actions.to_env(action), action, self.actions.log_prob(params, action)
+
+    def actor_parts(self) -> ActorParts | None:
+        """What the kernels of imagination need for `sample`; None for continuous actions and other networks."""
+        norm = self.feature_norm
+        if not isinstance(self.actions, CategoricalActions) or not self.actor.activates_in_norm:
+            return None
+        return ActorParts(self.actor.layers, norm.mean, norm.variance, VARIANCE_FLOOR, self.actions.unimix_ratio)
 
     @torch.no_grad()
     def choose(self, feature: Tensor, greedy: bool) -> Tensor:
         """Environment action: the distribution's mode if greedy, else a sample.   (B, F) -> (B,) or (B, A)."""
         params = self.policy(feature)
-        return self.actions.to_env(self.actions.mode(params) if greedy else self.actions.sample(params))
+        action = self.actions.mode(params) if greedy else self.actions.sample(params, self.noise(*feature.shape[:-1]))
+        return self.actions.to_env(action)
 
     def update(self, rollout: Rollout) -> dict[str, Tensor]:
         """One optimiser step on a rollout; returns metrics as 0-d tensors on the device, without waiting for it.

@@ -105,12 +105,23 @@ def sample_index(log_probs: Tensor) -> Tensor:
     if log_probs.is_cuda:
         log_probs = log_probs.detach()
         return (log_probs - torch.log(-torch.log(torch.rand_like(log_probs)))).argmax(-1)
+    return index_at(log_probs, torch.rand(log_probs.shape[:-1], dtype=torch.float64, device=log_probs.device))
+
+
+def index_at(log_probs: Tensor, ticket: Tensor) -> Tensor:
+    """The class of each categorical that its ticket falls upon: where the cumulative distribution passes it.
+    normalised log-probabilities (..., C), ticket (...) uniform in 0..1 -> (...) int64."""
     num_classes = log_probs.shape[-1]
     # A product with a triangle of ones is a cumulative sum; float64 keeps autocast out.
     triangle = torch.ones(num_classes, num_classes, dtype=torch.float64, device=log_probs.device).triu()
     cumulative = log_probs.detach().double().exp() @ triangle  # (..., C)
-    ticket = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]
-    return (cumulative <= ticket).sum(-1).clamp(max=num_classes - 1)
+    passed = (cumulative <= ticket.unsqueeze(-1) * cumulative[..., -1:]).sum(-1)
+    return passed.clamp(max=num_classes - 1)
+
+
+def one_hot_at(log_probs: Tensor, ticket: Tensor) -> Tensor:
+    """`index_at` as a one-hot code, without gradient.   (..., C), (...) -> (..., C)."""
+    return F.one_hot(index_at(log_probs, ticket), log_probs.shape[-1]).to(log_probs.dtype)
 
 
 def sample_one_hot(log_probs: Tensor) -> Tensor:

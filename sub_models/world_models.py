@@ -29,10 +29,12 @@ from sub_models.functions_losses import (
     full_precision,
     init_truncated_normal,
     masked_mean,
+    one_hot_at,
     reconstruction_loss,
     sample_one_hot,
     uniform_mix_logits,
 )
+from sub_models.fused_imagination import ActorParts, can_roll_out, roll_out
 from sub_models.optimiser import Optimiser
 from sub_models.space_to_depth import can_relay, run_relaid
 from sub_models.transformer_model import StochasticTransformer
@@ -62,9 +64,17 @@ class Rollout(NamedTuple):
 class Policy(Protocol):
     """The part of an agent that imagination needs."""
 
-    def sample(self, feature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """feature (B, F) -> environment action (B,) or (B, A), the same as the policy parameterises it, log-prob
-        (B,)."""
+    def noise(self, *leading: int) -> Tensor:
+        """The random numbers that `sample` takes for features (*leading, F).   -> (*leading, ...)."""
+        ...
+
+    def sample(self, feature: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """feature (B, F) and its noise -> environment action (B,) or (B, A), the same as the policy parameterises it,
+        log-prob (B,)."""
+        ...
+
+    def actor_parts(self) -> ActorParts | None:
+        """What `fused_imagination` makes of the policy; None where it can't."""
         ...
 
 
@@ -210,16 +220,20 @@ class Decoder(nn.Module):
 
 
 class MLPHead(nn.Module):
-    """`num_layers` of linear, RMSNorm, activation; then a linear layer.   (..., d_in) -> (..., d_out)."""
+    """`num_layers` of linear, RMSNorm, activation; then a linear layer.   (..., d_in) -> (..., d_out).
+
+    The norm computes a SiLU itself; an identity holds its place, so that the layers' names stay.
+    """
 
     def __init__(self, d_in: int, d_hidden: int, d_out: int, num_layers: int, act: str) -> None:
         super().__init__()
+        self.activates_in_norm = act == "SiLU"
         layers: list[nn.Module] = []
         for i in range(num_layers):
             layers += [
                 nn.Linear(d_in if i == 0 else d_hidden, d_hidden),
-                RMSNorm(d_hidden, eps=HEAD_NORM_EPS),
-                ACTIVATIONS[act](),
+                RMSNorm(d_hidden, eps=HEAD_NORM_EPS, activation="silu" if self.activates_in_norm else None),
+                nn.Identity() if self.activates_in_norm else ACTIVATIONS[act](),
             ]
         self.layers = nn.Sequential(*layers, AlignedLinear(d_hidden, d_out))
 
@@ -285,10 +299,16 @@ class WorldModel(nn.Module):
         for part in (self.posterior_head, self.prior_head, self.reward_head, self.termination_head):
             part.apply(init_truncated_normal)
         self.optimiser: Optimiser | None = None
+        self.fuses_imagination = False  # imagined steps by the kernels of `fused_imagination`, where these serve
 
     @property
     def device(self) -> torch.device:
         return self.prior_head.weight.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the products of linear layers."""
+        return self.prior_head.weight.dtype if self.autocast_dtype is None else self.autocast_dtype
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
@@ -329,8 +349,10 @@ class WorldModel(nn.Module):
     def compile_parts(self) -> None:
         """Fuse what updates and imagined steps are made of; parameters and the names of the state stay as they are.
 
-        The convolutions run on blocks of pixels (see `space_to_depth`), loss and imagination through torch.compile.
+        The convolutions run on blocks of pixels (see `space_to_depth`), imagined steps by `fused_imagination` where it
+        serves, and loss and the rest of imagination through torch.compile.
         """
+        self.fuses_imagination = True
         for stack in (self.encoder, self.decoder):
             stack.relaid = stack.can_relay
         self.loss = compiled(self.loss)
@@ -415,27 +437,21 @@ class WorldModel(nn.Module):
         self.eval()
         batch_size, context_length = contexts.obs.shape[:2]
         state = self.sequence_model.init_state(batch_size, context_length + horizon)
-        features, actions, log_probs, deters = [], [], [], []
+        # All random numbers of the steps in one launch each.
+        latent_ticket = torch.rand(
+            (horizon + 1, batch_size, self.num_categories), dtype=self.prior_head.weight.dtype, device=self.device
+        )
+        action_noise = policy.noise(horizon, batch_size)
         with self.autocast():
             deter = self._start(contexts, state)  # (B, D)
-            for _ in range(horizon):
-                feature, encoded_action, action, log_prob = self._draw(policy, deter)
-                deter = self.sequence_model.step(feature[:, : self.stoch_dim], encoded_action, state)
-                features.append(feature)
-                actions.append(action)
-                log_probs.append(log_prob)
-                deters.append(deter)
-            features.append(self._feature(deter))
-            # (B, H, D): d_{i+1} tells what a_i earned and whether it ended
-            reward, termination = self._outcome(torch.stack(deters, dim=1))
-        return Rollout(
-            torch.stack(features, dim=1),
-            torch.stack(actions, dim=1),
-            reward,
-            termination,
-            torch.stack(log_probs, dim=1),
-            self._alive(contexts.termination[:, -1], termination),
-        )
+            actor = policy.actor_parts() if self.fuses_imagination and can_roll_out(self, deter) else None
+            if actor is None:
+                feature, action, log_prob = self._roll_out(policy, deter, state, latent_ticket, action_noise)
+            else:
+                feature, action, log_prob = roll_out(self, actor, deter, state, latent_ticket, action_noise)
+            # d_{i+1} tells what a_i earned and whether it ended
+            reward, termination, weight = self._outcome(feature, contexts.termination[:, -1])
+        return Rollout(feature, action, reward, termination, log_prob, weight)
 
     def _start(self, contexts: "Batch", state: Any) -> Tensor:
         """d after the contexts' rows, which `state` is moved over.   -> (B, D)."""
@@ -443,23 +459,42 @@ class WorldModel(nn.Module):
         action = self.encode_action(contexts.action)
         return self.sequence_model(stoch, action, self.segments(contexts.is_first), state)[:, -1]
 
-    def _draw(self, policy: Policy, deter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What an imagined step draws.   d (B, D) -> feature (B, F), the action as the core takes it (B, A), as the
-        policy parameterises it, and its log-probability (B,)."""
-        feature = self._feature(deter)
-        env_action, action, log_prob = policy.sample(feature)
+    def _roll_out(
+        self, policy: Policy, deter: Tensor, state: Any, latent_ticket: Tensor, action_noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """H imagined steps from d (B, D) and the core's state, which is moved on.   latent_ticket (H+1, B, K), action
+        noise (H, B, ...) -> feature (B, H+1, F), action (B, H) or (B, H, A), its log-probability (B, H)."""
+        features, actions, log_probs = [], [], []
+        for ticket, noise in zip(latent_ticket, action_noise, strict=False):
+            feature, encoded_action, action, log_prob = self._draw(policy, deter, ticket, noise)
+            deter = self.sequence_model.step(feature[:, : self.stoch_dim], encoded_action, state)
+            features.append(feature)
+            actions.append(action)
+            log_probs.append(log_prob)
+        features.append(self._feature(deter, latent_ticket[-1]))
+        return torch.stack(features, dim=1), torch.stack(actions, dim=1), torch.stack(log_probs, dim=1)
+
+    def _draw(
+        self, policy: Policy, deter: Tensor, latent_ticket: Tensor, action_noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What an imagined step draws.   d (B, D), latent_ticket (B, K) -> feature (B, F), the action as the core takes
+        it (B, A), as the policy parameterises it, and its log-probability (B,)."""
+        feature = self._feature(deter, latent_ticket)
+        env_action, action, log_prob = policy.sample(feature, action_noise)
         return feature, self.encode_action(env_action), action, log_prob
 
-    def _feature(self, deter: Tensor) -> Tensor:
-        """concat(ẑ, d) with ẑ drawn from the prior.   (B, D) -> (B, F), float32."""
-        stoch = sample_one_hot(self.prior(deter)).flatten(-2)
+    def _feature(self, deter: Tensor, ticket: Tensor) -> Tensor:
+        """concat(ẑ, d) with ẑ drawn from the prior.   (B, D), ticket (B, K) -> (B, F), float32."""
+        stoch = one_hot_at(self.prior(deter), ticket).flatten(-2)
         return torch.cat((stoch, full_precision(deter)), dim=-1)
 
-    def _outcome(self, deter: Tensor) -> tuple[Tensor, Tensor]:
-        """Reward and termination (0 or 1) that the model reads off d.   (B, H, D) -> (B, H) float32 twice."""
+    def _outcome(self, feature: Tensor, context_termination: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Reward and termination (0 or 1) that the model reads off the later d's, and the steps' weight.
+        feature (B, H+1, F), context_termination (B,) -> (B, H) float32, three times."""
+        deter = feature[:, 1:, self.stoch_dim :]
         reward = self.reward_code.decode(self.reward_head(deter))
         termination = (self.termination_head(deter).squeeze(-1) > 0).to(reward.dtype)
-        return reward, termination
+        return reward, termination, self._alive(context_termination, termination)
 
     def _alive(self, context_termination: Tensor, termination: Tensor) -> Tensor:
         """Weight (B, H): 1 until the first termination, the context's last row included.   (B,), (B, H) -> (B, H)."""

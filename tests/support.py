@@ -64,10 +64,10 @@ def make_batch(batch_size=2, seqlen=6, continuous=False, seed=0):
     )
 
 
-def make_agent_for(world_model, kind="AC"):
+def make_agent_for(world_model, kind="AC", num_layers=1, unimix_ratio=0.0):
     """An untrained agent in the world model's precision."""
-    actions = TanhGaussianActions(A) if world_model.num_actions is None else CategoricalActions(A, 0.0)
-    sizes = {"actor_units": 8, "critic_units": 8, "num_layers": 1}
+    actions = TanhGaussianActions(A) if world_model.num_actions is None else CategoricalActions(A, unimix_ratio)
+    sizes = {"actor_units": 8, "critic_units": 8, "num_layers": num_layers}
     if kind == "PPO":
         rules = {"epsilon_clip": 0.2, "num_epochs": 2, "minibatch": 5, "critic_coef": 1.0, "kl_threshold": 0.1}
         agent = PPOAgent(world_model.feature_dim, actions, **rules, **sizes)

@@ -41,7 +41,7 @@ def make_rollout(agent, weight=None, seed=1):
     torch.manual_seed(seed)
     dtype = agent.feature_norm.mean.dtype
     feature = torch.randn(B, H + 1, F, dtype=dtype) * 3 + 1
-    _, action, log_prob = agent.sample(feature[:, :-1])
+    _, action, log_prob = agent.sample(feature[:, :-1], agent.noise(B, H))
     termination = (torch.rand(B, H) < 0.1).to(dtype)
     weight = torch.ones(B, H, dtype=dtype) if weight is None else weight
     return Rollout(feature, action, torch.randn(B, H, dtype=dtype), termination, log_prob, weight)
@@ -81,7 +81,7 @@ def test_statistics_move_in_updates_only_and_are_saved():
     agent = make_agent()
     before = agent.feature_norm.mean.clone()
     agent.choose(torch.randn(9, F) + 5, greedy=False)
-    agent.sample(torch.randn(9, F) + 5)
+    agent.sample(torch.randn(9, F) + 5, agent.noise(9))
     assert torch.equal(agent.feature_norm.mean, before)
     agent.update(make_rollout(agent))
     assert not torch.equal(agent.feature_norm.mean, before)
@@ -143,7 +143,7 @@ def test_gaussian_policy_gives_the_exact_log_probability_of_the_action_taken():
     params = actions.parameters_of(torch.randn(500, 6, dtype=torch.float64))
     mean, std = params.chunk(2, -1)
     assert (std > 0.1).all() and (std < 1.0).all()
-    u = actions.sample(params)
+    u = actions.sample(params, actions.noise(500, dtype=torch.float64))
     squashed = TransformedDistribution(Normal(mean, std), [TanhTransform(cache_size=1)])
     expected = squashed.log_prob(actions.to_env(u)).sum(-1)
     torch.testing.assert_close(actions.log_prob(params, u), expected, atol=1e-5, rtol=1e-5)
@@ -155,7 +155,7 @@ def test_gaussian_policy_gives_the_exact_log_probability_of_the_action_taken():
 def test_gaussian_entropy_estimate_has_the_right_mean():
     actions = TanhGaussianActions(2)
     params = actions.parameters_of(torch.randn(1, 4)).expand(200_000, 4)
-    monte_carlo = -actions.log_prob(params, actions.sample(params)).mean()
+    monte_carlo = -actions.log_prob(params, actions.sample(params, actions.noise(200_000))).mean()
     assert actions.entropy(params).mean().item() == pytest.approx(monte_carlo.item(), abs=0.02)
 
 
@@ -303,7 +303,7 @@ def test_a_bandit_is_learned(kind, continuous):
     agent = make_agent(kind, continuous, learning_rate=3e-3)
     feature = torch.randn(64, 2, F)
     for _ in range(150):
-        env_action, action, log_prob = agent.sample(feature[:, 0])
+        env_action, action, log_prob = agent.sample(feature[:, 0], agent.noise(64))
         good = env_action[:, 0].unsqueeze(-1) if continuous else (env_action == 2).float().unsqueeze(-1)
         shape = (64, 1)
         agent.update(

@@ -31,11 +31,14 @@ class UniformPolicy:
     def __init__(self, continuous=False):
         self.continuous = continuous
 
-    def sample(self, feature):
+    def noise(self, *leading):
+        return torch.rand(*leading, A) if self.continuous else torch.rand(leading)
+
+    def sample(self, feature, noise):
         if self.continuous:
-            action = torch.rand(len(feature), A) * 2 - 1
+            action = noise * 2 - 1
             return action, action, torch.zeros(len(feature))
-        action = torch.randint(0, A, (len(feature),))
+        action = (noise * A).long()
         return action, action, torch.full((len(feature),), -np.log(A))
 
 
