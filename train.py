@@ -156,9 +156,14 @@ def train(run: Run, profile_steps: int | None = None) -> None:
 
 
 def make_env_vector(config: Config, start_step: int) -> VectorEnv:
-    """The training environments. Where their state cannot be restored, a resumed run goes on with fresh episodes."""
-    training = config.JointTrainAgent
-    in_workers = training.NumEnvs > 1 or training.OverlapEnvironment
+    """The training environments. Where their state cannot be restored, a resumed run goes on with fresh episodes.
+
+    A lone environment that is to overlap with training needs no worker where training is captured: launching it takes
+    this process a tenth of a millisecond, and a worker's answer several times that.
+    """
+    basic, training = config.BasicSettings, config.JointTrainAgent
+    captured = basic.Use_cg and resolve_device(basic.Device).type == "cuda"
+    in_workers = training.NumEnvs > 1 or (training.OverlapEnvironment and not captured)
     seed = config.BasicSettings.Seed + start_step
     return make_vec_env(config.BasicSettings.Env_name, config, training.NumEnvs, seed, asynchronous=in_workers)
 

@@ -24,16 +24,27 @@ class FinishedEpisode(NamedTuple):
     episode_length: int
 
 
+class ChosenAction(Protocol):
+    """An action (E,) or (E, A) that may still be computed: `is_known` says that nothing is gained by letting other work
+    begin before `wait`."""
+
+    @property
+    def is_known(self) -> bool: ...
+
+    def wait(self) -> np.ndarray: ...
+
+
 class StreamingActor(Protocol):
     """What the collector asks of an actor (`sub_models.acting.Actor`)."""
 
-    def act(self, obs: np.ndarray, state: Any, is_first: np.ndarray, explore: bool) -> tuple[np.ndarray, Any]: ...
+    def begin(self, obs: np.ndarray, state: Any, is_first: np.ndarray, explore: bool) -> tuple[ChosenAction, Any]: ...
 
     def init_state(self, obs: np.ndarray) -> Any: ...
 
 
 class Collector:
-    """Plays `env` with `actor`. A step is split into `send` and `receive`, so that training can run in between.
+    """Plays `env` with `actor`. A step is split into `send` and `receive`, so that training can run in between: beside
+    workers that are stepping, or beside this process if training is only launched there and runs on a GPU.
 
     Every row is a transition that happened. Where an environment failed, the broken episode ends with the row before
     (nothing is known of its last action), and the action is taken in the episode that replaces it.
@@ -47,15 +58,24 @@ class Collector:
         self._is_first = np.ones(env.num_envs, dtype=bool)
         self._forgets = np.ones(env.num_envs, dtype=bool)  # whose memory in the actor ends: as a rule `_is_first`
         self._state = actor.init_state(self._obs)
+        self._chosen: ChosenAction | None = None  # what the environments have not been sent yet
         self._action: np.ndarray | None = None
 
     def send(self, explore: bool) -> None:
-        """Choose an action for the newest observations (at random if `explore`) and set the environments going."""
-        self._action, self._state = self.actor.act(self._obs, self._state, self._forgets, explore)
+        """Choose an action for the newest observations (at random if `explore`) and set the environments going, as soon
+        as it is known: now, or else in `receive`."""
+        self._chosen, self._state = self.actor.begin(self._obs, self._state, self._forgets, explore)
+        if self._chosen.is_known:
+            self._start_step()
+
+    def _start_step(self) -> None:
+        self._action, self._chosen = self._chosen.wait(), None
         self.env.step_async(self._action)
 
     def receive(self) -> Row:
         """Wait for the environments; the row of the step that `send` began."""
+        if self._chosen is not None:
+            self._start_step()
         result, failed = self.env.step_wait(), np.zeros(self.env.num_envs, dtype=bool)
         while result.restarted.any():  # ends: restarts are limited
             failed |= result.restarted

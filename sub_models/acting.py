@@ -7,6 +7,8 @@ action of an episode is random, for there is no row yet.
 Letters: E environments, W rows of the context window, A actions or action width, D width of the deterministic state.
 """
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +51,56 @@ class ActingState:
             tensor.copy_(saved[name])
 
 
+class ChosenAction:
+    """An action that the device may still be computing: work that is launched before `wait` runs meanwhile.
+
+    action: int64 (E,) or float32 (E, A) on any device; with `arrival` in pinned host memory, which holds it once that
+    event has passed. single: the caller asked for one environment's action, without its leading axis.
+    """
+
+    def __init__(self, action: Tensor, single: bool, arrival: torch.cuda.Event | None = None) -> None:
+        self._action, self._single, self._arrival = action, single, arrival
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `wait` costs no more than a copy: nothing is gained by launching other work first."""
+        return self._arrival is None
+
+    def wait(self) -> np.ndarray:
+        """The action, as `Actor.act` gives it; to be called before the actor is asked for the next one."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        action = self._action.cpu().numpy().copy()
+        return action[0] if self._single else action
+
+
+class _CapturedChoice:
+    """`choose` for one state as a CUDA graph, which takes observations from pinned host memory and leaves the actions
+    there: nothing but the graph is launched for a step, and the host need not wait before it launches more.
+
+    obs: an observation batch, for its shape. action: an action batch, for its shape and dtype.
+    """
+
+    def __init__(self, choose: Callable[[Tensor, Tensor], Tensor], obs: np.ndarray, action: Tensor) -> None:
+        self._obs = torch.empty(obs.shape, dtype=torch.uint8, pin_memory=True)
+        self._is_first = torch.empty(len(obs), dtype=torch.bool, pin_memory=True)
+        self._action = torch.empty(action.shape, dtype=action.dtype, pin_memory=True)
+        self._arrival, self._device = torch.cuda.Event(), action.device
+        self._step = CapturedStep(lambda: self._choose(choose), action.device, enabled=True)
+
+    def launch(self, obs: np.ndarray, is_first: np.ndarray, single: bool) -> ChosenAction:
+        self._obs.numpy()[...] = obs
+        self._is_first.numpy()[...] = is_first
+        self._step()
+        self._arrival.record(torch.cuda.current_stream(self._device))
+        return ChosenAction(self._action, single, self._arrival)
+
+    def _choose(self, choose: Callable[[Tensor, Tensor], Tensor]) -> None:
+        obs = self._obs.to(self._device, non_blocking=True)
+        action = choose(obs, self._is_first.to(self._device, non_blocking=True))
+        self._action.copy_(action, non_blocking=True)
+
+
 class Actor:
     """Steps a world model and an agent along real episodes.
 
@@ -79,8 +131,7 @@ class Actor:
         longest = world_model.sequence_model.max_seqlen  # None for a core with a recurrent state
         self.window_length = longest if context_length == 0 and longest is not None else context_length
         self._captured_choice = compiled(self._choose) if fuse else self._choose
-        self._captured: tuple[ActingState, CapturedStep] | None = None
-        self._newest_inputs: tuple[Tensor, Tensor] | None = None
+        self._captured: tuple[ActingState, _CapturedChoice] | None = None
 
     def init_state(self, obs: np.ndarray | Tensor) -> ActingState:
         """An empty memory for observations like obs (E, height, width, channels)."""
@@ -109,6 +160,17 @@ class Actor:
         begins; is_first (E,) bool: which environments begin a new episode now; explore: uniformly random actions.
         -> action: int64 () or (E,), or float32 (A,) or (E, A); and the state for the next call (changed in place).
         """
+        chosen, state = self.begin(obs, state, is_first, explore)
+        return chosen.wait(), state
+
+    def begin(
+        self,
+        obs: np.ndarray,
+        state: ActingState | None = None,
+        is_first: np.ndarray | None = None,
+        explore: bool = False,
+    ) -> tuple[ChosenAction, ActingState]:
+        """`act` without waiting for the action; a step that is captured is only launched."""
         single = obs.ndim == 3
         obs = obs[None] if single else obs
         if state is None:
@@ -117,37 +179,28 @@ class Actor:
         elif is_first is None:
             is_first = np.zeros(len(obs), dtype=bool)
         device = self.world_model.device
-        inputs = {
-            "obs": torch.as_tensor(obs).to(device, non_blocking=True),
-            "is_first": torch.as_tensor(is_first).to(device, non_blocking=True),
-        }
+        if self.capture and device.type == "cuda" and not explore:
+            return self._captured_for(state, obs).launch(obs, is_first, single), state
+        obs = torch.as_tensor(obs).to(device, non_blocking=True)
+        is_first = torch.as_tensor(is_first).to(device, non_blocking=True)
         if explore and self.window_length:  # nothing to compute: keep the cheap path of random play cheap
-            action = self._explore(inputs, state)
-        elif self.capture and device.type == "cuda" and not explore:
-            action = self._replay(inputs, state)
+            action = self._explore(obs, is_first, state)
         else:
-            action = self._choose(inputs["obs"], inputs["is_first"], state, explore)
-        action = action.cpu().numpy()
-        return (action[0] if single else action), state
+            action = self._choose(obs, is_first, state, explore)
+        return ChosenAction(action, single), state
 
-    def _replay(self, inputs: dict[str, Tensor], state: ActingState) -> Tensor:
-        """`_choose` as a CUDA graph over static inputs; captured anew for another state."""
+    def _captured_for(self, state: ActingState, obs: np.ndarray) -> _CapturedChoice:
+        """The graph that works on this state; captured anew for another one."""
         if self._captured is None or self._captured[0] is not state:
-            step = CapturedStep(
-                lambda static: self._captured_choice(*static, state, False),
-                self.world_model.device,
-                enabled=True,
-                inputs=lambda: self._newest_inputs,
-            )
-            self._captured = (state, step)
-        self._newest_inputs = (inputs["obs"], inputs["is_first"])
-        return self._captured[1]()
+            choose = functools.partial(self._captured_choice, state=state, explore=False)
+            self._captured = (state, _CapturedChoice(choose, obs, self._no_action((len(obs),))))
+        return self._captured[1]
 
     @torch.no_grad()
-    def _explore(self, inputs: dict[str, Tensor], state: ActingState) -> Tensor:
-        state.length.mul_(~inputs["is_first"])
-        action = self._random_action(inputs["obs"].shape[0])
-        self._remember_in_window(inputs["obs"], action, state)
+    def _explore(self, obs: Tensor, is_first: Tensor, state: ActingState) -> Tensor:
+        state.length.mul_(~is_first)
+        action = self._random_action(obs.shape[0])
+        self._remember_in_window(obs, action, state)
         return action
 
     @torch.no_grad()

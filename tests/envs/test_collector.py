@@ -48,22 +48,33 @@ class ScriptedEnv:
         raise NotImplementedError
 
 
+class Chosen:
+    """An action that is known at once, or when it is waited for."""
+
+    def __init__(self, action, is_known=True):
+        self.action, self.is_known = action, is_known
+
+    def wait(self):
+        return self.action
+
+
 class CountingActor:
     """Plays 0, 1, 2, ... and remembers what it was shown."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, is_known=True):
+        self.seen, self.is_known = [], is_known
 
     def init_state(self, obs):
         return None
 
-    def act(self, obs, state, is_first, explore):
+    def begin(self, obs, state, is_first, explore):
         self.seen.append((int(obs.flat[0]), bool(is_first[0])))
-        return np.array([len(self.seen) - 1]), state
+        return Chosen(np.array([len(self.seen) - 1]), self.is_known), state
 
 
-def test_rows_boundaries_and_terminations():
-    actor = CountingActor()
+@pytest.mark.parametrize("is_known", [True, False])
+def test_rows_boundaries_and_terminations(is_known):
+    actor = CountingActor(is_known)
     collector = Collector(ScriptedEnv(), actor)
     rows, finished = [], []
     for _ in range(7):
@@ -77,6 +88,26 @@ def test_rows_boundaries_and_terminations():
     assert [float(r.reward[0]) for r in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert actor.seen == [(int(r.obs.flat[0]), bool(r.is_first[0])) for r in rows]
     assert finished == [FinishedEpisode(40.0, 4), FinishedEpisode(60.0, 6)]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_environments_wait_for_an_action_that_is_not_known_yet(is_known):
+    """What is launched between `send` and `receive` must not come after an action that a device still computes."""
+
+    class Env(ScriptedEnv):
+        begun = 0
+
+        def step_async(self, actions):
+            self.begun += 1
+            super().step_async(actions)
+
+    env = Env()
+    collector = Collector(env, CountingActor(is_known))
+    for step in range(3):
+        collector.send(explore=False)
+        assert env.begun == step + is_known
+        collector.receive()
+        assert env.begun == step + 1
 
 
 def test_environments_without_a_state_begin_a_new_episode():
@@ -116,9 +147,9 @@ class Witness(gymnasium.Wrapper):
 
 
 class RandomActor(CountingActor):
-    def act(self, obs, state, is_first, explore):
+    def begin(self, obs, state, is_first, explore):
         self.seen.append((obs.copy(), is_first.copy()))
-        return np.random.default_rng(len(self.seen)).integers(0, 3, len(obs)), state
+        return Chosen(np.random.default_rng(len(self.seen)).integers(0, 3, len(obs))), state
 
 
 def collect(fatal, steps, max_restarts=3, num_envs=2):

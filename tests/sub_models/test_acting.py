@@ -187,3 +187,24 @@ def test_single_observations_need_no_leading_axis():
 def test_unknown_act_on_is_refused():
     with pytest.raises(ValueError, match="act_on is 'both', expected 'prior' or 'posterior'"):
         Actor(make_world_model("Mamba2"), None, 0, "both")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("context_length", [0, 4])
+def test_a_captured_actor_plays_the_same_actions_and_does_not_wait(context_length):
+    """The graph reads each new observation, and what is launched behind it leaves the action alone."""
+    episode, played = frames(12), []
+    for capture in (False, True):
+        world_model = make_world_model().float().cuda()
+        actor = Actor(world_model, make_agent_for(world_model).cuda(), context_length, capture=capture)
+        state = actor.init_state(episode[0])
+        torch.manual_seed(1)
+        actions = []
+        for t, obs in enumerate(episode):
+            chosen, state = actor.begin(obs, state, np.full(2, t in (0, 7)))
+            assert chosen.is_known is not capture
+            torch.zeros(1 << 24, device="cuda").sin_()
+            actions.append(chosen.wait())
+        played.append(np.stack(actions))
+    assert np.array_equal(*played) and len(np.unique(played[0])) > 1
