@@ -17,7 +17,7 @@ from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
 from mamba_ssm.ops.triton.launch import why_not
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
-    from sub_models.imagination_kernels import draw_action, draw_latent, embed
+    from sub_models.imagination_kernels import ACTOR_WIDTH, draw_action, draw_latent, embed
 
 if TYPE_CHECKING:
     from sub_models.world_models import WorldModel
@@ -33,14 +33,16 @@ class ActorParts(NamedTuple):
     unimix_ratio: float
 
 
-def can_roll_out(world_model: "WorldModel", deter: Tensor) -> bool:
-    """Whether `roll_out` serves this model: discrete actions, a core of Mamba blocks, single precision on a GPU."""
+def can_roll_out(world_model: "WorldModel", actor: ActorParts | None, deter: Tensor) -> bool:
+    """Whether `roll_out` serves this model and policy: discrete actions, a core of Mamba blocks, float32 parameters on
+    a GPU."""
     return (
         NO_KERNELS is None
+        and actor is not None
         and deter.is_cuda
-        and world_model.num_actions is not None
         and isinstance(world_model.sequence_model, MambaWrapperModel)
         and world_model.prior_head.weight.dtype == torch.float32
+        and actor.layers[0].out_features <= ACTOR_WIDTH
     )
 
 

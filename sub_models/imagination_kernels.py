@@ -20,7 +20,8 @@ from mamba_ssm.ops.triton.launch import ceil_div, next_power_of_two
 Tensor = torch.Tensor
 
 ACTOR_ROWS = 16  # of one program: the least that a tensor core takes, since programs are few
-ACTOR_DEPTH = 64  # columns of a weight that are multiplied at a time
+ACTOR_WIDTH = 1024  # of the actor's layers, at most: what the registers of one program hold
+WEIGHT_TILE = 2**15  # bytes of a weight that are multiplied at a time
 
 
 @triton.jit
@@ -179,13 +180,13 @@ def draw_action(
     (B,) in 0..1.
     """
     rows, units = hidden.shape
-    num_actions = last_weight.shape[0]
+    num_actions, block = last_weight.shape[0], max(16, next_power_of_two(units))
     _draw_action_kernel[(ceil_div(rows, ACTOR_ROWS),)](
         hidden, weights, biases, norms, last_weight, last_bias, ticket, action, log_prob,
         rows, action.stride(0), log_prob.stride(0), eps, ratio,
         LAYERS=weights.shape[0], U=units, A=num_actions,
-        BLOCK_M=ACTOR_ROWS, BLOCK_U=max(16, next_power_of_two(units)), BLOCK_A=max(16, next_power_of_two(num_actions)),
-        BLOCK_DEPTH=min(ACTOR_DEPTH, max(16, next_power_of_two(units))), num_warps=8,
+        BLOCK_M=ACTOR_ROWS, BLOCK_U=block, BLOCK_A=max(16, next_power_of_two(num_actions)),
+        BLOCK_DEPTH=max(16, min(block, WEIGHT_TILE // (block * hidden.element_size()))), num_warps=8,
     )  # fmt: skip
 
 

@@ -444,11 +444,11 @@ class WorldModel(nn.Module):
         action_noise = policy.noise(horizon, batch_size)
         with self.autocast():
             deter = self._start(contexts, state)  # (B, D)
-            actor = policy.actor_parts() if self.fuses_imagination and can_roll_out(self, deter) else None
-            if actor is None:
-                feature, action, log_prob = self._roll_out(policy, deter, state, latent_ticket, action_noise)
-            else:
+            actor = policy.actor_parts() if self.fuses_imagination else None
+            if can_roll_out(self, actor, deter):
                 feature, action, log_prob = roll_out(self, actor, deter, state, latent_ticket, action_noise)
+            else:
+                feature, action, log_prob = self._roll_out(policy, deter, state, latent_ticket, action_noise)
             # d_{i+1} tells what a_i earned and whether it ended
             reward, termination, weight = self._outcome(feature, contexts.termination[:, -1])
         return Rollout(feature, action, reward, termination, log_prob, weight)
