@@ -103,6 +103,17 @@ class ReturnScale(nn.Module):
         self.updates.add_(counts)
         return (self.percentiles[1] - self.percentiles[0]).clamp(min=1.0)
 
+    def snapshot(self) -> Tensor:
+        """(3,), for `restore`."""
+        return torch.cat((self.percentiles, self.updates[None]))
+
+    @torch.no_grad()
+    def restore(self, snapshot: Tensor, wanted: Tensor) -> None:
+        """Go back to a snapshot where `wanted` (0-d bool) says so."""
+        percentiles, updates = torch.where(wanted, snapshot, self.snapshot()).split([2, 1])
+        self.percentiles.copy_(percentiles)
+        self.updates.copy_(updates[0])
+
 
 class CategoricalActions(nn.Module):
     """Discrete actions: softmax policy with an optional uniform mix.   `num_outputs` logits per state."""
@@ -275,9 +286,10 @@ class ActorCriticAgent(nn.Module):
         Policy loss −log π(a) · sg(advantage / max(1, S)); critic: two-hot to sg(R) and to the return of the slow
         critic.
         """
+        scale = self.return_scale.snapshot()
         loss, metrics = self._loss(rollout)
         metrics |= self.optimiser.update(loss)
-        self._after_update(rollout)
+        self._after_update(rollout, scale, metrics["skipped"] == 0)
         return self._metrics(rollout, metrics)
 
     def compile_parts(self) -> None:
@@ -326,14 +338,16 @@ class ActorCriticAgent(nn.Module):
         return masked_mean(self.value_code.loss(logits, target) + self.value_code.loss(logits, slow_target), weight)
 
     @torch.no_grad()
-    def _after_update(self, rollout: Rollout) -> None:
-        """Let the slow critic follow, and move the feature statistics.
+    def _after_update(self, rollout: Rollout, scale: Tensor, made: Tensor) -> None:
+        """Let the slow critic follow, and move the feature statistics; where no step was made (`made`, 0-d bool), these
+        stay and the return scale goes back to its snapshot `scale`.
 
         The statistics move after the policy step, so that the step sees the policy exactly as it acted in the rollout.
         """
         slow, fast = list(self.slow_critic.parameters()), list(self.critic.parameters())
         torch._foreach_lerp_(slow, fast, 1.0 - SLOW_CRITIC_DECAY)
-        self.feature_norm.update(rollout.feature[:, :-1], rollout.weight)
+        self.feature_norm.update(rollout.feature[:, :-1], rollout.weight * made)
+        self.return_scale.restore(scale, ~made)
 
     def _metrics(self, rollout: Rollout, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         metrics = {
@@ -377,6 +391,7 @@ class PPOAgent(ActorCriticAgent):
         going = torch.ones((), dtype=torch.bool, device=rollout.reward.device)
         history: list[dict[str, Tensor]] = []
         counted: list[Tensor] = []  # of each minibatch, whether the flag was still up before it
+        snapshot = self.return_scale.snapshot()
         for epoch in range(self.num_epochs):
             target, slow_target, value = self._judge(rollout)
             if epoch == 0:
@@ -400,9 +415,9 @@ class PPOAgent(ActorCriticAgent):
                 loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
                 metrics |= self.optimiser.update(loss, enabled=going)
                 history.append(metrics)
-        self._after_update(rollout)
         before_stop = torch.stack(counted)
         columns = {name: torch.stack([metrics[name] for metrics in history]) for name in history[0]}
+        self._after_update(rollout, snapshot, (before_stop & (columns["skipped"] == 0)).any())
         columns_before = {name: torch.where(before_stop, column, 0.0) for name, column in columns.items()}
         mean = {name: masked_mean(column, before_stop) for name, column in columns_before.items()}
         mean["stopped_early"] = columns["stopped_early"].mean()

@@ -110,6 +110,21 @@ def test_a_rollout_that_is_not_finite_changes_nothing(kind, fault):
     assert agent.update(make_rollout(agent))["agent/skipped"] == 0
 
 
+@pytest.mark.parametrize("kind", ["AC", "PPO"])
+def test_an_update_that_is_left_out_moves_no_statistics(kind):
+    """A gradient may overflow though rollout and loss are finite: that step then never was."""
+    agent = make_agent(kind, minibatch=B * H, num_epochs=1)
+    agent.update(make_rollout(agent))
+    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    hook = agent.critic.layers[0].weight.register_hook(lambda grad: grad * float("inf"))
+    assert agent.update(make_rollout(agent))["agent/skipped"] == 1
+    moved = [name for name, value in agent.state_dict().items() if not torch.equal(value, before[name])]
+    assert [name for name in moved if not name.startswith("slow_critic")] == []
+    hook.remove()
+    agent.update(make_rollout(agent))
+    assert agent.return_scale.updates == 2 and agent.feature_norm.updates == 2
+
+
 def test_return_scale_is_the_average_of_percentiles():
     scale = ReturnScale(decay=0.9).double()
     rng = np.random.default_rng(0)
