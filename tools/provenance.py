@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "gymnasium", "ale-py")  # what decides numbers, where it is installed
 GIT_SECONDS = 10
 ORIGIN = "origin.json"  # in a run's folder
+ARCHIVED = "$Format:%H$"  # the commit itself in what `git archive` makes, see .gitattributes
 
 
 def provenance(device: torch.device | None = None) -> dict[str, dict[str, str | int] | str | None]:
@@ -68,10 +69,13 @@ def hardware(device: torch.device | None = None) -> dict[str, str | int]:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit that is checked out, with `+changes` where tracked files differ from it; None outside of git."""
+    """The commit that is checked out, with `+changes` where tracked files differ from it.
+
+    Outside of git the one that `git archive` made this copy of, else None.
+    """
     head = _git(root, "rev-parse", "HEAD")
     if head is None:
-        return None
+        return None if "$" in ARCHIVED else ARCHIVED
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     return f"{head}+changes" if changed else head
 

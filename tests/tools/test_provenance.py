@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tools.provenance import commit, hardware, provenance, versions
+from tools.provenance import ROOT, commit, hardware, provenance, versions
 
 
 def test_everything_is_named_and_plain():
@@ -31,3 +31,21 @@ def test_the_commit_tells_of_changes(tmp_path):
     assert commit(tmp_path) == clean
     (tmp_path / "file").write_text("2")
     assert commit(tmp_path) == f"{clean}+changes"
+
+
+def test_a_copy_without_git_knows_its_commit(tmp_path):
+    """A machine that is given an archive of the repository would write results of an unknown commit."""
+    repository, copy = tmp_path / "repository", tmp_path / "copy"
+    (repository / "tools").mkdir(parents=True)
+    copy.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for name in (".gitattributes", "tools/provenance.py"):
+        (repository / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
+    packed = subprocess.run([*git, "archive", "HEAD"], check=True, capture_output=True).stdout
+    subprocess.run(["tar", "x", "-C", copy], input=packed, check=True)
+    line = "from tools.provenance import commit; print(commit())"
+    told = subprocess.run([sys.executable, "-c", line], cwd=copy, check=True, capture_output=True, text=True).stdout
+    assert told.strip() == commit(repository)
