@@ -262,7 +262,7 @@ def _build_in_colour(name: str, config: Any) -> gymnasium.Env:
         atari = config.Env.Atari
         return build_atari(name, size, atari.FrameSkip, atari.RepeatActionProbability, atari.NoopMax)
     if family == "toy":
-        return build_toy(name, size, config.Env.Toy.RecallDelay)
+        return build_toy(name, size, config.Env.Toy.RecallDelay, config.Env.Toy.RecallVaries)
     if family == "dmc":
         return build_dmc(name, size)
     if family == "memory_maze":

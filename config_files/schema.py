@@ -314,6 +314,7 @@ class Atari(Section):
 
 class Toy(Section):
     RecallDelay: Natural
+    RecallVaries: Flag
 
 
 class Env(Section):

@@ -2,8 +2,8 @@
 
 Catch   a ball falls through a 10 x 5 grid, a one-cell paddle on the bottom row moves left, stays or moves right;
         +1 if it is under the ball at the end, -1 otherwise. A paddle that ignores the ball catches one in five: -0.6.
-Recall  the first frame is filled with one of 3 colours, `delay` black frames follow, then a white square asks:
-        the action with the colour's index pays 1. Whoever does not remember gets 1/3.
+Recall  the first frame is filled with one of 3 colours, `delay` frames of brightening grey follow, then a white square
+        asks: the action with the colour's index pays 1. Whoever does not remember gets 1/3.
 Reach   a white point, anywhere in [-1, 1]^2 at first, moves by 0.2 x action in each axis; every step pays max(0, 1 -
         distance to the green target), which lies in one of four places; 20 steps, then the episode is truncated.
         Random actions and none at all earn about 4, the straight way to the target 17.8.
@@ -83,7 +83,10 @@ class Catch(ToyEnv):
 class Recall(ToyEnv):
     """Actions: the index in COLOURS. An episode has delay + 3 steps; only the last but one matters, the answer.
 
-    Two things make it learnable, and neither says what the colour was: the wait brightens, so that a model
+    With `varies` each episode draws its delay from 0 to `delay`: whoever has learned to keep the colour over a few
+    steps keeps it a few more, which a fixed long delay does not let one begin with.
+
+    Two more things make it learnable, and neither says what the colour was: the wait brightens, so that a model
     can tell without counting when the question comes, and the colour is shown again after the answer. What a model has
     to predict there tells it that the colour is worth keeping; the reward alone, which only says whether colour and
     action met, takes far longer to do so.
@@ -91,16 +94,19 @@ class Recall(ToyEnv):
 
     COLOURS = (RED, GREEN, BLUE)
     BRIGHTEST_WAIT = 127
-    state_names = ("colour", "time")
+    state_names = ("delay", "colour", "time")
 
-    def __init__(self, image_size: int, delay: int):
+    def __init__(self, image_size: int, delay: int, varies: bool = False):
         super().__init__(image_size, gymnasium.spaces.Discrete(len(self.COLOURS)))
-        self.delay = delay
+        self.delay = self.longest_delay = delay
+        self.varies = varies
         self.colour = self.time = 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self.colour = int(self.np_random.integers(len(self.COLOURS)))
+        if self.varies:
+            self.delay = int(self.np_random.integers(self.longest_delay + 1))
         self.time = 0
         return self._draw(), {}
 
@@ -164,12 +170,13 @@ class Reach(ToyEnv):
 TOY_NAMES = ("Toy/Catch-v0", "Toy/Recall-v0", "Toy/Reach-v0")
 
 
-def build_toy(name: str, image_size: int, recall_delay: int) -> ToyEnv:
-    """`name` is one of TOY_NAMES; `recall_delay` is the number of blank frames of Recall."""
+def build_toy(name: str, image_size: int, recall_delay: int, recall_varies: bool) -> ToyEnv:
+    """`name` is one of TOY_NAMES; `recall_delay` is the number of Recall's frames between colour and question, with
+    `recall_varies` at most."""
     if name == "Toy/Catch-v0":
         return Catch(image_size)
     if name == "Toy/Recall-v0":
-        return Recall(image_size, recall_delay)
+        return Recall(image_size, recall_delay, recall_varies)
     if name == "Toy/Reach-v0":
         return Reach(image_size)
     raise UnknownEnvironment(name, "no such toy task", TOY_NAMES)

@@ -50,7 +50,8 @@ def test_configuration_reaches_the_environments(config):
     assert (atari.frame_skip, atari.noop_max, atari.repeat_action_probability) == (2, 7, 0.25)
     default = make_env("ALE/Pong-v5", config, 0).unwrapped
     assert (default.frame_skip, default.noop_max, default.repeat_action_probability) == (4, 0, 0.0)
-    assert make_env("Toy/Recall-v0", config, 0).unwrapped.delay == 2
+    recall = make_env("Toy/Recall-v0", config, 0).unwrapped
+    assert (recall.delay, recall.varies) == (2, False)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

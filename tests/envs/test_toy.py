@@ -24,7 +24,7 @@ def play(env, actions, seed=None):
 @pytest.mark.parametrize("image_size", [32, 64])
 @pytest.mark.parametrize("name", TOY_NAMES)
 def test_passes_the_checker(name, image_size):
-    check_env(build_toy(name, image_size, recall_delay=3))
+    check_env(build_toy(name, image_size, recall_delay=3, recall_varies=True))
 
 
 def test_random_catch_returns_minus_0_6():
@@ -75,6 +75,17 @@ def test_recall_pays_for_the_remembered_colour_only(delay):
         assert [step[2] for step in steps] == [False] * (delay + 3) + [True]
 
 
+def test_recalls_delay_varies_up_to_the_longest():
+    """Each length as often as any other, and no random number more than before where it does not vary."""
+    env, fixed = Recall(8, 4, varies=True), Recall(8, 4)
+    lengths = [len(play(env, [0] * 100, seed=0 if i == 0 else None)) - 4 for i in range(1000)]
+    counts = np.bincount(lengths)
+    assert len(counts) == 5 and (abs(counts - 200) < 60).all()         # 4.7 standard deviations
+    rng, _ = gymnasium.utils.seeding.np_random(0)
+    episodes = [(fixed.reset(seed=0 if i == 0 else None) and fixed.delay, fixed.colour) for i in range(9)]
+    assert episodes == [(4, int(rng.integers(3))) for _ in range(9)]
+
+
 def test_recall_colours_are_even():
     env = Recall(8, 0)
     env.reset(seed=0)
@@ -115,7 +126,7 @@ def test_reach_clips_wild_actions():
 @pytest.mark.parametrize("name", TOY_NAMES)
 def test_state_restores_the_future(name):
     """A resumed run must meet the same episodes, this one's rest and the ones after."""
-    first, second = build_toy(name, 32, 4), build_toy(name, 32, 4)
+    first, second = build_toy(name, 32, 4, True), build_toy(name, 32, 4, True)
     first.action_space.seed(0)
     first.reset(seed=5)
     first.step(first.action_space.sample())
@@ -131,7 +142,7 @@ def test_state_restores_the_future(name):
 
 def test_unknown_toy_names_the_nearest():
     with pytest.raises(UnknownEnvironment, match="nearest: Toy/Catch-v0"):
-        build_toy("Toy/Cach-v0", 32, 0)
+        build_toy("Toy/Cach-v0", 32, 0, False)
 
 
 def test_spaces():
