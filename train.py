@@ -148,6 +148,8 @@ def train(run: Run, profile_steps: int | None = None) -> None:
                     run.save_video(f"evaluation_{step:09d}", evaluation.frames)
             if schedule.save(step) or finished:
                 save(run, step, world_model, agent, replay, collector)
+            if finished:
+                run.flush_rest(step)
             run.progress(step)
             profiler.after_step(step, settled=update_world_model.settled and update_agent.settled)
     if run.stop_requested:
@@ -254,9 +256,10 @@ def save(
             batch = replay.recent_sequences(PICTURE_SEQUENCES, length)
             reconstruction = world_model.reconstruct(batch.obs).cpu().numpy()
             prediction = world_model.predict_open_loop(batch, training.ImagineContextLength).cpu().numpy()
-        obs = batch.obs.cpu().numpy()
+        obs, is_first = batch.obs.cpu().numpy(), batch.is_first.cpu().numpy()
+        open_loop = open_loop_picture(obs, prediction, training.ImagineContextLength, is_first)
         run.save_picture(f"reconstruction_{step:09d}", reconstruction_picture(obs, reconstruction))
-        run.save_picture(f"open_loop_{step:09d}", open_loop_picture(obs, prediction, training.ImagineContextLength))
+        run.save_picture(f"open_loop_{step:09d}", open_loop)
 
 
 def restore(

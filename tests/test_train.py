@@ -119,7 +119,7 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path, options):
 def test_every_logged_name_is_explained(tmp_path):
     """docs/metrics.md lists what a run logs, no more and no less."""
     options = ("--Models.Agent.Policy", "PPO", "--Evaluate.DuringTraining", "true", "--Evaluate.EverySteps", 40)
-    folder = run_training(tmp_path, *options)
+    folder = run_training(tmp_path, *options, "--JointTrainAgent.SampleMaxSteps", 84)
     logged = {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
     documented = set(re.findall(r"`([a-z_]+/[a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     assert documented == logged - {"step"}
@@ -371,6 +371,8 @@ def test_metrics_do_not_depend_on_where_a_run_was_cut(tmp_path):
     """The mean over a log interval goes on across a stop that falls inside it."""
     whole = run_training(tmp_path)
     half = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 47)
+    last = json.loads((half / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["time/partial_interval"]) == (47, 7) and last["world_model/loss"] > 0
     assert main(["--resume", str(half), "--JointTrainAgent.SampleMaxSteps", "80"]) == 0
     assert metrics_of(whole) == metrics_of(half)
 

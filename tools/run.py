@@ -13,7 +13,8 @@
     RUN/faults/         rows and weights of updates that were not finite, where they ended the run (tools/divergence.py)
     RUN/lock            held while a process trains in the folder
 
-A step of the loop logs first and saves last: on resume the metric lines past the checkpoint's step are cut.
+A step of the loop logs first and saves last: on resume the metric lines past the checkpoint's step are cut. A run that
+ends inside a log interval writes a line of it behind its last checkpoint, which is cut on resume as well.
 Letters: N sequences, T frames of a sequence, H×W pixels.
 """
 
@@ -31,7 +32,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,9 +69,11 @@ logger = logging.getLogger("drama.tools")
 EPISODE_RETURN = "episode/return"  # logged once for each episode that ends
 EVALUATION_RETURN = "evaluation/return_mean"
 TOTAL_SECONDS = "time/total_seconds"  # wall time of all processes of the run so far
+PARTIAL_INTERVAL = "time/partial_interval"  # marks the line of a log interval that the run ended in
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
+BAR_OF_WARM_UP = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<?, {rate_fmt}{postfix}]"  # tqdm's, but the time left
 LARGEST = 2**63  # integers beyond it are not ours
 UNWRITTEN_LINES = 10_000  # metric lines kept in memory while the disk is full
 WANDB_SECONDS = 30  # how long the run waits at its start for Weights & Biases to answer
@@ -134,6 +137,10 @@ class MetricSums:
             known.total = known.total.to(stacked.device)
         known.total.add_(stacked)
         known.count += 1
+
+    def __bool__(self) -> bool:
+        """Whether anything was added since the last `take`."""
+        return bool(self._sums or self._numbers)
 
     def take(self) -> dict[str, float]:
         """The mean of each name since the last call, in one copy from the device."""
@@ -213,26 +220,32 @@ class MetricsFile:
 
 
 def cut_metrics(path: str | Path, last_step: int) -> int:
-    """Keep the whole lines of metrics.jsonl up to `last_step`; returns how many lines went."""
+    """Keep the whole lines of metrics.jsonl up to `last_step`, but that of an interval which a run that goes on from
+    there completes; returns how many lines went."""
     path = Path(path)
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (step := _step_of(line)) is not None and step <= last_step]
+    kept = [line for line in lines if (record := _record_of(line)) and _stays(record, last_step)]
     if len(kept) < len(lines):
         write_atomic(path, b"".join(kept))
     return len(lines) - len(kept)
 
 
-def _step_of(line: bytes) -> int | None:
+def _stays(record: Mapping[str, Any], last_step: int) -> bool:
+    return record["step"] < last_step or (record["step"] == last_step and PARTIAL_INTERVAL not in record)
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
     """None for a line that is not one of ours, as the half line that a killed process leaves."""
     if not line.endswith(b"\n"):
         return None
     try:
-        step = json.loads(line)["step"]
+        record = json.loads(line)
+        step = record["step"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return step if isinstance(step, int) and abs(step) < LARGEST else None
+    return record if isinstance(step, int) and abs(step) < LARGEST else None
 
 
 def read_metrics(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -242,9 +255,9 @@ def read_metrics(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     columns: dict[str, tuple[list[int], list[float]]] = {}
     with open(path, "rb") as file:
         for line in file:
-            if _step_of(line) is None:
+            record = _record_of(line)
+            if record is None:
                 continue
-            record = json.loads(line)
             step = record.pop("step")
             for name, value in record.items():
                 if isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST):
@@ -361,32 +374,48 @@ class Trackers:
 
 
 class Progress:
-    """Where the run is, on stderr: a bar on a terminal, elsewhere a line every `line_seconds`."""
+    """Where the run is, on stderr: a bar on a terminal, elsewhere a line every `line_seconds`.
 
-    def __init__(self, total: int, start: int, line_seconds: float = LINE_SECONDS) -> None:
-        self._total, self._step = total, start
+    Steps before `trains_from` cost nothing beside those that train: before it, how long the run will take is not said.
+    """
+
+    def __init__(self, total: int, start: int, trains_from: int = 0, line_seconds: float = LINE_SECONDS) -> None:
+        self._total, self._step, self._trains_from = total, start, trains_from
         self._line_seconds = line_seconds
         self._line_step, self._line_time = start, time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
+            if start < trains_from:
+                self._bar.bar_format = BAR_OF_WARM_UP
 
-    def update(self, step: int, status: str) -> None:
+    def update(self, step: int, status: Callable[[], str]) -> None:
+        """`status` is called only where its text is shown."""
+        if self._step < self._trains_from <= step:
+            self._begin_training(step)
         if self._bar is not None:
-            self._bar.set_postfix_str(status, refresh=False)
-            self._bar.update(step - self._step)
+            if self._bar.update(step - self._step):
+                self._bar.set_postfix_str(status(), refresh=False)
         elif time.monotonic() - self._line_time >= self._line_seconds:
-            self._print_line(step, status)
+            self._print_line(step, status())
         self._step = step
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
+    def _begin_training(self, step: int) -> None:
+        """From here on speed is measured anew."""
+        self._line_step, self._line_time = step, time.monotonic()
+        if self._bar is not None:
+            self._bar.bar_format = None
+
     def _print_line(self, step: int, status: str) -> None:
         now = time.monotonic()
         rate = (step - self._line_step) / max(now - self._line_time, 1e-9)  # steps/s
         left = tqdm.format_interval((self._total - step) / rate) if rate > 0 else "?"
+        if step < self._trains_from:
+            left = f"? (trains from step {self._trains_from})"
         _say(f"step {step}/{self._total}  {rate:.1f} step/s  left {left}  {status}")
         self._line_step, self._line_time = step, now
 
@@ -546,7 +575,9 @@ class Run:
         self._sums = MetricSums()
         self._returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._losses: dict[str, float] = {}
-        self._progress = Progress(self.config.JointTrainAgent.SampleMaxSteps, self.start_step)
+        training = self.config.JointTrainAgent
+        trains_from = max(training.WorldModelWarmUp, training.BehaviourWarmUp)
+        self._progress = Progress(training.SampleMaxSteps, self.start_step, trains_from)
         self._flushed = (self.start_step, time.monotonic())
         self._handler = _BarHandler()
         self._old_level = logging.getLogger("drama").level
@@ -683,6 +714,15 @@ class Run:
 
         Returns these means.
         """
+        return self._flush(step, {})
+
+    def flush_rest(self, step: int) -> None:
+        """`flush` for the interval that the run ends in, after its last checkpoint: from there a run that goes on takes
+        what was accumulated, and writes the interval as a whole in place of this line."""
+        if self._sums:
+            self._flush(step, {PARTIAL_INTERVAL: step - self._flushed[0]})
+
+    def _flush(self, step: int, mark: Mapping[str, float]) -> dict[str, float]:
         means = self._sums.take()
         self._losses = {name: value for name, value in means.items() if name.endswith("loss")} or self._losses
         now = time.monotonic()
@@ -690,7 +730,7 @@ class Run:
         self._flushed = (step, now)
         rate = (step - last_step) / max(now - last_time, 1e-9)
         total = self._seconds_before + now - self._began
-        self.log(step, {**means, "time/steps_per_second": rate, TOTAL_SECONDS: total})
+        self.log(step, {**means, "time/steps_per_second": rate, TOTAL_SECONDS: total, **mark})
         return means
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -703,7 +743,7 @@ class Run:
 
     def progress(self, step: int) -> None:
         """Cheap; once a step."""
-        self._progress.update(step, self.status())
+        self._progress.update(step, self.status)
 
     def status(self) -> str:
         """The score (mean return of the last episodes) and the losses, short."""

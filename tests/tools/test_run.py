@@ -467,13 +467,40 @@ def test_log_lines_do_not_tear_the_bar(config, monkeypatch):
 def test_without_a_terminal_progress_is_lines(capsys):
     """A bar in a log file is megabytes of carriage returns."""
     progress = tools.Progress(100, 0, line_seconds=0.0)
-    progress.update(50, "score 3")
+    progress.update(50, lambda: "score 3")
     progress.close()
     quiet = tools.Progress(100, 0, line_seconds=60.0)
-    quiet.update(50, "score 3")
+    quiet.update(50, lambda: "score 3")
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and text.startswith("step 50/100  ") and text.endswith("score 3\n")
     assert "\r" not in text
+
+
+def test_random_play_at_the_start_does_not_promise_an_early_end(capsys, monkeypatch):
+    """1,000 steps a second before training and 10 with it: the time left is known from the first trained steps on."""
+    clock = [0.0]
+    monkeypatch.setattr(tools.time, "monotonic", lambda: clock[0])
+    progress = tools.Progress(2000, 0, trains_from=1000, line_seconds=0.5)
+    for step in range(1, 1101):
+        clock[0] += 0.001 if step <= 1000 else 0.1
+        progress.update(step, lambda: "")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 500/2000  1000.0 step/s  left ? (trains from step 1000)")
+    assert lines[1].startswith("step 1005/2000  10.0 step/s  left 01:39")
+
+
+def test_the_bar_does_not_promise_it_either(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    progress = tools.Progress(100, 0, trains_from=50)
+    progress.update(10, lambda: "")
+    progress._bar.refresh()
+    before = sys.stderr.getvalue()
+    progress.update(60, lambda: "")
+    progress._bar.refresh()
+    progress.close()
+    assert "<?, " in before and "10/100" in before
+    last = sys.stderr.getvalue().rpartition("60/100")[2]
+    assert "<" in last and "<?" not in last
 
 
 def test_lines_stand_once_where_a_library_logs_at_its_import(config, capsys):
@@ -500,7 +527,7 @@ def test_a_log_file_on_the_full_disk_does_not_end_the_run(config, monkeypatch):
     with open_run(config) as run:
         logging.getLogger("drama").warning("nobody hears this")
         run.progress(1)
-    tools.Progress(100, 0, line_seconds=0.0).update(50, "score 3")
+    tools.Progress(100, 0, line_seconds=0.0).update(50, lambda: "score 3")
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
