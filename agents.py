@@ -25,7 +25,7 @@ from sub_models.functions_losses import (
     init_orthogonal,
     lambda_return,
     masked_mean,
-    masked_quantile,
+    masked_quantiles,
     uniform_mix_logits,
 )
 from sub_models.fused_imagination import ActorParts
@@ -88,14 +88,15 @@ class ReturnScale(nn.Module):
 
     def __init__(self, decay: float = STATISTICS_DECAY, low: float = 0.05, high: float = 0.95) -> None:
         super().__init__()
-        self.decay, self.quantiles = decay, (low, high)
+        self.decay = decay
+        self.register_buffer("quantiles", torch.tensor((low, high)), persistent=False)
         self.register_buffer("percentiles", torch.zeros(2))
         self.register_buffer("updates", torch.zeros(()))
 
     @torch.no_grad()
     def update(self, returns: Tensor, weight: Tensor) -> Tensor:
         """returns, weight (B, H) -> divisor max(1, S), 0-d. Returns that are not finite move nothing."""
-        fresh = torch.stack([masked_quantile(returns, weight, q) for q in self.quantiles])
+        fresh = masked_quantiles(returns, weight, self.quantiles)
         counts = (weight.sum() > 0) & torch.isfinite(torch.where(weight > 0, returns, 0.0)).all()
         fresh = torch.where(counts, fresh, self.percentiles)
         rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * counts
@@ -330,9 +331,8 @@ class ActorCriticAgent(nn.Module):
     def _targets(self, rollout: Rollout, value: Tensor) -> tuple[Tensor, Tensor]:
         """λ-returns with the critic's values (B, H+1) and with the slow critic's.   -> (B, H) twice."""
         slow_value = self.value_code.decode(self._value_logits(self.slow_critic, rollout.feature))
-        return tuple(
-            lambda_return(rollout.reward, rollout.termination, v, self.gamma, self.lam) for v in (value, slow_value)
-        )
+        values = torch.stack((value, slow_value))
+        return lambda_return(rollout.reward, rollout.termination, values, self.gamma, self.lam).unbind()
 
     def _value_loss(self, logits: Tensor, target: Tensor, slow_target: Tensor, weight: Tensor) -> Tensor:
         return masked_mean(self.value_code.loss(logits, target) + self.value_code.loss(logits, slow_target), weight)

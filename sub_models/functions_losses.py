@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mamba_ssm.ops.triton.launch import why_not
+
+if (NO_KERNELS := why_not()) is None:  # why there are none
+    from sub_models.return_kernels import MOST_NUMBERS, run_lambda_return, run_masked_quantiles
+
 # Standard deviation of a unit normal truncated to ±2: drawing with std / 0.8796 gives back the wanted std.
 TRUNCATED_NORMAL_STD = 0.87962566103423978
 
@@ -158,36 +163,53 @@ def reconstruction_loss(reconstruction: Tensor, obs: Tensor) -> Tensor:
 def lambda_return(reward: Tensor, termination: Tensor, value: Tensor, gamma: float, lam: float) -> Tensor:
     """R_i = r_i + γ(1 - e_i)((1 - λ)V_{i+1} + λ R_{i+1}), R_H = V_H.
 
-    reward, termination (B, H); value (B, H+1) -> (B, H), float32 or wider. Gradients flow if the inputs ask for them.
+    reward, termination (B, H); value (B, H+1), or (N, B, H+1) of N critics -> (B, H) or (N, B, H), float32 or wider.
+    Gradients flow if the inputs ask for them. Without gradients a GPU does it in one launch.
     """
-    if value.shape[1] != reward.shape[1] + 1 or termination.shape != reward.shape:
+    if value.shape[-1] != reward.shape[1] + 1 or termination.shape != reward.shape:
         raise ValueError(
             f"lambda_return: reward {tuple(reward.shape)}, termination {tuple(termination.shape)}, value "
-            f"{tuple(value.shape)}; expected (B, H), (B, H), (B, H+1)"
+            f"{tuple(value.shape)}; expected (B, H), (B, H), (..., B, H+1)"
         )
     value = full_precision(value)
+    if _kernels_take(reward, termination, value):
+        critics = value.reshape(-1, *value.shape[-2:])
+        return run_lambda_return(reward, termination, critics, gamma, lam).view(*value.shape[:-1], -1)
     discount = gamma * (1.0 - termination.to(value.dtype))  # (B, H), 0 where the episode ended
-    returns = [value[:, -1]]
+    returns = [value[..., -1]]
     for i in reversed(range(reward.shape[1])):
-        mixed = (1.0 - lam) * value[:, i + 1] + lam * returns[-1]
+        mixed = (1.0 - lam) * value[..., i + 1] + lam * returns[-1]
         returns.append(reward[:, i] + discount[:, i] * mixed)
-    return torch.stack(returns[:0:-1], dim=1)
+    return torch.stack(returns[:0:-1], dim=-1)
 
 
-def masked_quantile(x: Tensor, weight: Tensor, q: float) -> Tensor:
-    """Linearly interpolated q-quantile of the entries of x whose weight is positive.   x, weight (...) -> ().
+def masked_quantiles(x: Tensor, weight: Tensor, quantiles: Tensor) -> Tensor:
+    """Linearly interpolated quantiles of the entries of x whose weight is positive.   x, weight (...), quantiles (Q)
+    -> (Q), without gradient; 0 where no entry counts.
 
-    Written with a sort instead of `torch.nanquantile` so that it runs in a CUDA graph. 0 where no entry counts.
+    Written with a sort instead of `torch.nanquantile` so that it runs in a CUDA graph; on a GPU without the sort, whose
+    many passes take longer than all that is computed from its result.
     """
+    if _kernels_take(x, weight, quantiles) and x.numel() <= MOST_NUMBERS:
+        return run_masked_quantiles(x, weight, quantiles)
     alive = weight.flatten() > 0
     ordered = torch.where(alive, full_precision(x).flatten(), math.inf).sort().values
     last = (alive.sum() - 1).clamp(min=0)
-    position = q * last.to(ordered.dtype)
+    position = quantiles.to(ordered.dtype) * last
     lower = position.floor().long()
-    neighbours = torch.stack((lower, torch.minimum(lower + 1, last)))
-    low_value, high_value = ordered.index_select(0, neighbours).unbind()  # plain indexing would wait for the device
+    low_value = ordered.index_select(0, lower)  # plain indexing would wait for the device
+    high_value = ordered.index_select(0, torch.minimum(lower + 1, last))
     quantile = low_value + (position - lower) * (high_value - low_value)
     return torch.where(alive.any(), quantile, torch.zeros_like(quantile))
+
+
+def _kernels_take(*tensors: Tensor) -> bool:
+    """Whether Triton's kernels take these inputs: float32 on a GPU, with no gradient to come."""
+    return (
+        NO_KERNELS is None
+        and all(tensor.is_cuda and tensor.dtype == torch.float32 for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
 
 
 @torch.no_grad()

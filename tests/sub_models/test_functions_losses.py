@@ -20,7 +20,7 @@ from sub_models.functions_losses import (
     init_truncated_normal,
     lambda_return,
     masked_mean,
-    masked_quantile,
+    masked_quantiles,
     reconstruction_loss,
     sample_index,
     sample_one_hot,
@@ -158,11 +158,13 @@ def test_lambda_return_equals_its_definition(horizon, gamma, lam, seed):
     rng = np.random.default_rng(seed)
     reward, value = rng.normal(size=(2, horizon)), rng.normal(size=(2, horizon + 1))
     termination = rng.integers(0, 2, size=(2, horizon)).astype(float)
-    got = lambda_return(*(torch.from_numpy(x) for x in (reward, termination, value)), gamma, lam)
+    inputs = [torch.from_numpy(x) for x in (reward, termination, value)]
+    got, _ = lambda_return(*inputs[:2], torch.stack((inputs[2], 2 * inputs[2])), gamma, lam)
     expected = [
         brute_force_lambda_return(*(x[i].tolist() for x in (reward, termination, value)), gamma, lam) for i in (0, 1)
     ]
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(got, lambda_return(*inputs, gamma, lam))  # of one critic alone
 
 
 def test_lambda_zero_bootstraps_from_the_next_state():
@@ -173,18 +175,18 @@ def test_lambda_zero_bootstraps_from_the_next_state():
 
 
 def test_lambda_return_names_wrong_shapes():
-    with pytest.raises(ValueError, match=r"value \(1, 2\).*\(B, H\+1\)"):
+    with pytest.raises(ValueError, match=r"value \(1, 2\).*\(\.\.\., B, H\+1\)"):
         lambda_return(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 0.9, 0.9)
 
 
 @given(st.integers(1, 200), st.floats(0, 1), st.floats(0, 1), st.integers(0, 1000))
 @settings(deadline=None, max_examples=60)
-def test_masked_quantile_equals_numpy(size, q, share, seed):
+def test_masked_quantiles_equal_numpy(size, q, share, seed):
     rng = np.random.default_rng(seed)
-    x, alive = rng.normal(size=size), rng.random(size) < share
-    got = masked_quantile(torch.from_numpy(x), torch.from_numpy(alive.astype(float)), q).item()
-    expected = np.quantile(x[alive], q) if alive.any() else 0.0
-    assert got == pytest.approx(expected, abs=1e-9)
+    x, alive, quantiles = rng.normal(size=size), rng.random(size) < share, np.array([q, 0.5])
+    got = masked_quantiles(*(torch.from_numpy(array) for array in (x, alive.astype(float), quantiles)))
+    expected = np.quantile(x[alive], quantiles) if alive.any() else np.zeros(2)
+    np.testing.assert_allclose(got, expected, atol=1e-9)
 
 
 def test_masked_mean_leaves_out_weight_zero():
