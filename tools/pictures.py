@@ -16,17 +16,18 @@ from imageio_ffmpeg import count_frames_and_secs
 
 from tools.checkpoints import write_atomic
 
-_GREY, _INK, _MARK = (40, 40, 40), (230, 230, 230), (255, 140, 0)  # RGB
+_GREY, _INK, _MARK, _BREAK = (40, 40, 40), (230, 230, 230), (255, 140, 0), (60, 200, 255)  # RGB
 _CAPTION = 16  # pixels of a line of text
 _SEPARATOR = 2  # pixels between frames
 _VIEWABLE = 96  # pixels that a frame is enlarged to, at least
 _COLUMNS = 16  # frames of a sequence that a picture shows
+_PNG_LEVEL = 3  # of zlib: half the size of OpenCV's own choice for pictures like these, a tenth of a second each
 
 
 def save_png(path: str | Path, image: np.ndarray) -> None:
     """image: (H, W, 3) uint8, RGB."""
     _check_frames(image, 3, "save_png")
-    encoded, data = cv2.imencode(".png", image[..., ::-1])
+    encoded, data = cv2.imencode(".png", image[..., ::-1], [cv2.IMWRITE_PNG_COMPRESSION, _PNG_LEVEL])
     if not encoded:
         raise ValueError(f"save_png: an image of shape {image.shape} can't be written as png")
     write_atomic(path, data.tobytes())
@@ -38,11 +39,13 @@ def tile(
     row_labels: Sequence[str] | None = None,
     column_labels: Sequence[str] | None = None,
     mark_column: int | None = None,
+    breaks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Frames (R, C, H, W, 3) uint8 -> one image (height, width, 3) uint8 with lines between them.
 
     scale: whole-number enlargement, None = enough to see small frames. row_labels stand above their rows, column_labels
-    above the picture. mark_column: a coloured line stands before this column.
+    above the picture. mark_column: a coloured line stands before this column. breaks (R, C) bool: one of another colour
+    before these frames.
     """
     _check_frames(frames, 5, "tile")
     rows, columns, height, width, _ = frames.shape
@@ -64,21 +67,32 @@ def tile(
     if mark_column is not None:
         x = mark_column * step_x
         image[:, max(0, x - _SEPARATOR - 1) : x + 1] = _MARK
+    for row, column in np.argwhere(breaks) if breaks is not None else ():
+        y, x = top + row * step_y + above, column * step_x
+        image[y : y + height, max(0, x - _SEPARATOR - 1) : x + 1] = _BREAK
     return image
 
 
 def reconstruction_picture(obs: np.ndarray, reconstruction: np.ndarray, scale: int | None = None) -> np.ndarray:
     """Frames (N, T, H, W, C) uint8 -> an image: each sequence, what the decoder made of it, and how they differ."""
     labels = ("original", "reconstruction", "error")
-    return _compare(obs, reconstruction, labels, scale, context_length=None)
+    return _compare(obs, reconstruction, labels, scale)
 
 
 def open_loop_picture(
-    true: np.ndarray, predicted: np.ndarray, context_length: int, scale: int | None = None
+    true: np.ndarray,
+    predicted: np.ndarray,
+    context_length: int,
+    is_first: np.ndarray | None = None,
+    scale: int | None = None,
 ) -> np.ndarray:
-    """Frames (N, T, H, W, C) uint8 -> an image: what followed above what was predicted; a line ends the context."""
+    """Frames (N, T, H, W, C) uint8 -> an image: what followed above what was predicted; a line ends the context.
+
+    is_first (N, T) bool: where another episode begins, a line of another colour says so: what follows it can't be
+    predicted. None: nowhere.
+    """
     labels = ("what followed", "open-loop prediction", "error")
-    return _compare(true, predicted, labels, scale, context_length)
+    return _compare(true, predicted, labels, scale, context_length, is_first)
 
 
 def imagined_picture(context: np.ndarray, imagined: np.ndarray, scale: int | None = None) -> np.ndarray:
@@ -96,7 +110,12 @@ def imagined_picture(context: np.ndarray, imagined: np.ndarray, scale: int | Non
 
 
 def _compare(
-    true: np.ndarray, made: np.ndarray, labels: tuple[str, str, str], scale: int | None, context_length: int | None
+    true: np.ndarray,
+    made: np.ndarray,
+    labels: tuple[str, str, str],
+    scale: int | None,
+    context_length: int | None = None,
+    is_first: np.ndarray | None = None,
 ) -> np.ndarray:
     _check_frames(true, 5, labels[0], channels=(1, 3))
     _check_frames(made, 5, labels[1], channels=(1, 3))
@@ -108,12 +127,19 @@ def _compare(
     rows = np.stack([true, made, error], axis=1)  # (N, 3, T, H, W, C)
     rows = np.broadcast_to(rows, (*rows.shape[:-1], 3))
     mark = None if context_length is None else int(np.searchsorted(times, context_length))
+    row_labels, breaks = [], np.zeros((len(true), len(times)), bool)
+    for i in range(len(true)):
+        starts = np.flatnonzero(is_first[i, 1:]) + 1 if is_first is not None else ()
+        told = ", ".join(f"t={start}" for start in starts)
+        row_labels += [f"{labels[0]} (an episode begins at {told})" if told else labels[0], *labels[1:]]
+        breaks[i, np.searchsorted(times, starts)] = True  # before the first frame shown of that episode
     return tile(
         rows.reshape(-1, *rows.shape[2:]),
         scale,
-        row_labels=labels * len(true),
+        row_labels=row_labels,
         column_labels=[f"t={time}" + (" context" if time < (context_length or 0) else "") for time in times],
         mark_column=mark,
+        breaks=breaks.repeat(3, axis=0),
     )
 
 

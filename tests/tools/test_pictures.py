@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tools.pictures import imagined_picture, open_loop_picture, reconstruction_picture, save_mp4, save_png, tile
 
 MARK = np.array([255, 140, 0])
+BREAK = np.array([60, 200, 255])
 
 
 def random_frames(*shape, seed=0):
@@ -61,6 +62,28 @@ def test_open_loop_picture_marks_where_context_ends(length, context, column):
     image = open_loop_picture(frames, frames, context, scale=1)
     marked = np.flatnonzero((image == MARK).all(axis=(0, 2)))
     assert column * 18 - 3 <= marked.min() <= marked.max() <= column * 18
+
+
+@pytest.mark.parametrize(("length", "start", "column"), [(12, 9, 9), (24, 13, 9), (24, 23, 15), (12, 3, 3)])
+def test_open_loop_picture_marks_where_an_episode_begins(length, start, column):
+    """Frames of another episode would look like a wrong prediction. Of 24 frames 16 are shown."""
+    frames, is_first = np.zeros((3, length, 16, 16, 3), np.uint8), np.zeros((3, length), bool)
+    is_first[0, 0] = is_first[1, start] = True  # an episode that begins with the window breaks nothing
+    image = open_loop_picture(frames, frames, 8, is_first, scale=1)
+    marked = (image == BREAK).all(axis=2)
+    height, rows = 16 + 16 + 2, np.flatnonzero(marked.any(axis=1)) - 16
+    columns = np.flatnonzero(marked.any(axis=0))
+    assert column * 18 - 3 <= columns.min() <= columns.max() <= column * 18
+    assert set(rows // height) == {3, 4, 5} and set(rows % height) == set(range(16, 32))
+    assert (open_loop_picture(frames, frames, 8, scale=1) != image).any(axis=2)[16 + 3 * height :][:16].any(), "said"
+
+
+def test_png_are_smaller_than_by_default(tmp_path):
+    """Two pictures with each checkpoint are most of a run's folder."""
+    frames = np.random.default_rng(0).normal(128, 3, (2, 12, 64, 64, 3)).astype(np.uint8)
+    image = reconstruction_picture(frames, frames[:, ::-1])
+    save_png(tmp_path / "a.png", image)
+    assert (tmp_path / "a.png").stat().st_size < 0.8 * len(cv2.imencode(".png", image)[1])
 
 
 def test_pictures_say_what_they_expect():
