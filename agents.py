@@ -70,13 +70,14 @@ class FeatureNorm(nn.Module):
         total = weight.sum()
         share = weight.unsqueeze(-1) / total.clamp(min=1.0)
         axes = tuple(range(feature.dim() - 1))
-        batch_mean = (feature * share).sum(axes)
-        batch_variance = ((feature - batch_mean).square() * share).sum(axes)
+        # Both sums in one pass: moments about the running mean, which is close enough for the variance not to cancel.
+        centred = feature - self.mean
+        shift = (centred * share).sum(axes)
+        batch_variance = ((centred.square() * share).sum(axes) - shift.square()).clamp(min=0.0)
         counts = (total > 0) & torch.isfinite(batch_variance).all()  # nor is the mean otherwise
-        batch_mean = torch.where(counts, batch_mean, self.mean)
+        shift = torch.where(counts, shift, 0.0)
         batch_variance = torch.where(counts, batch_variance, self.variance)
         rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * counts
-        shift = batch_mean - self.mean
         # variance of the mixture of the two populations, with shares 1 - rate and rate
         self.variance.copy_((1 - rate) * (self.variance + rate * shift.square()) + rate * batch_variance)
         self.mean.add_(rate * shift)
@@ -250,9 +251,21 @@ class ActorCriticAgent(nn.Module):
 
     def policy(self, feature: Tensor) -> Tensor:
         """Parameters of the action distribution.   (..., F) -> (..., A) or (..., 2A), float32."""
+        return self._policy(self._normed(feature))
+
+    def _normed(self, feature: Tensor) -> Tensor:
+        """What the networks take, in the type of their products.   (..., F) -> (..., F)."""
+        normed = self.feature_norm(feature)
+        return normed if self.autocast_dtype is None else normed.to(self.autocast_dtype)
+
+    def _policy(self, normed: Tensor) -> Tensor:
         with self.autocast():
-            output = self.actor(self.feature_norm(feature))
+            output = self.actor(normed)
         return self.actions.parameters_of(output)
+
+    def _value_logits(self, critic: MLPHead, normed: Tensor) -> Tensor:
+        with self.autocast():
+            return critic(normed)
 
     def noise(self, *leading: int) -> Tensor:
         """The random numbers that `sample` takes for features (*leading, F), in one launch."""
@@ -290,8 +303,8 @@ class ActorCriticAgent(nn.Module):
         scale = self.return_scale.snapshot()
         loss, metrics = self._loss(rollout)
         metrics |= self.optimiser.update(loss)
-        self._after_update(rollout, scale, metrics["skipped"] == 0)
-        return self._metrics(rollout, metrics)
+        metrics |= self._after_update(rollout, scale, metrics["skipped"] == 0)
+        return {f"agent/{name}": value for name, value in metrics.items()}
 
     def compile_parts(self) -> None:
         """Fuse what an update is made of; parameters and the names of the state stay as they are."""
@@ -300,13 +313,14 @@ class ActorCriticAgent(nn.Module):
 
     def _loss(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a whole rollout, and its parts as detached 0-d tensors; moves the return scale."""
-        value_logits = self._value_logits(self.critic, rollout.feature)  # (B, H+1, N)
+        normed = self._normed(rollout.feature)  # (B, H+1, F), once for all networks
+        value_logits = self._value_logits(self.critic, normed)  # (B, H+1, N)
         value = self.value_code.decode(value_logits).detach()
-        target, slow_target = self._targets(rollout, value)
+        target, slow_target = self._targets(rollout, normed, value)
         scale = self.return_scale.update(target, rollout.weight)
         advantage = (target - value[:, :-1]) / scale
 
-        params = self.policy(rollout.feature[:, :-1])
+        params = self._policy(normed)[:, :-1]  # the last state's is cheaper to leave out here than a copy of `normed`
         log_prob = self.actions.log_prob(params, rollout.action)
         policy_loss = masked_mean(-log_prob * advantage, rollout.weight)
         entropy = masked_mean(self.actions.entropy(params), rollout.weight)
@@ -323,14 +337,10 @@ class ActorCriticAgent(nn.Module):
 
     # --- shared by both agents ---
 
-    def _value_logits(self, critic: MLPHead, feature: Tensor) -> Tensor:
-        with self.autocast():
-            return critic(self.feature_norm(feature))
-
     @torch.no_grad()
-    def _targets(self, rollout: Rollout, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _targets(self, rollout: Rollout, normed: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """λ-returns with the critic's values (B, H+1) and with the slow critic's.   -> (B, H) twice."""
-        slow_value = self.value_code.decode(self._value_logits(self.slow_critic, rollout.feature))
+        slow_value = self.value_code.decode(self._value_logits(self.slow_critic, normed))
         values = torch.stack((value, slow_value))
         return lambda_return(rollout.reward, rollout.termination, values, self.gamma, self.lam).unbind()
 
@@ -338,9 +348,9 @@ class ActorCriticAgent(nn.Module):
         return masked_mean(self.value_code.loss(logits, target) + self.value_code.loss(logits, slow_target), weight)
 
     @torch.no_grad()
-    def _after_update(self, rollout: Rollout, scale: Tensor, made: Tensor) -> None:
+    def _after_update(self, rollout: Rollout, scale: Tensor, made: Tensor) -> dict[str, Tensor]:
         """Let the slow critic follow, and move the feature statistics; where no step was made (`made`, 0-d bool), these
-        stay and the return scale goes back to its snapshot `scale`.
+        stay and the return scale goes back to its snapshot `scale`.   -> metrics of the rollout.
 
         The statistics move after the policy step, so that the step sees the policy exactly as it acted in the rollout.
         """
@@ -348,14 +358,7 @@ class ActorCriticAgent(nn.Module):
         torch._foreach_lerp_(slow, fast, 1.0 - SLOW_CRITIC_DECAY)
         self.feature_norm.update(rollout.feature[:, :-1], rollout.weight * made)
         self.return_scale.restore(scale, ~made)
-
-    def _metrics(self, rollout: Rollout, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        metrics = {
-            **metrics,
-            "imagined_reward": masked_mean(rollout.reward, rollout.weight),
-            "alive": rollout.weight.mean(),
-        }
-        return {f"agent/{name}": value for name, value in metrics.items()}
+        return {"imagined_reward": masked_mean(rollout.reward, rollout.weight), "alive": rollout.weight.mean()}
 
 
 class PPOAgent(ActorCriticAgent):
@@ -393,14 +396,14 @@ class PPOAgent(ActorCriticAgent):
         counted: list[Tensor] = []  # of each minibatch, whether the flag was still up before it
         snapshot = self.return_scale.snapshot()
         for epoch in range(self.num_epochs):
-            target, slow_target, value = self._judge(rollout)
+            target, slow_target, value, normed = self._judge(rollout)
             if epoch == 0:
                 scale = self.return_scale.update(target, rollout.weight)
             advantage = (target - value) / scale
             steps = [
                 x.flatten(0, 1)
                 for x in (
-                    rollout.feature[:, :-1],
+                    normed,
                     rollout.action,
                     rollout.log_prob,
                     rollout.weight,
@@ -417,12 +420,12 @@ class PPOAgent(ActorCriticAgent):
                 history.append(metrics)
         before_stop = torch.stack(counted)
         columns = {name: torch.stack([metrics[name] for metrics in history]) for name in history[0]}
-        self._after_update(rollout, snapshot, (before_stop & (columns["skipped"] == 0)).any())
+        rollout_metrics = self._after_update(rollout, snapshot, (before_stop & (columns["skipped"] == 0)).any())
         columns_before = {name: torch.where(before_stop, column, 0.0) for name, column in columns.items()}
         mean = {name: masked_mean(column, before_stop) for name, column in columns_before.items()}
         mean["stopped_early"] = columns["stopped_early"].mean()
-        mean |= {"return": masked_mean(target, rollout.weight), "return_scale": scale}
-        return self._metrics(rollout, mean)
+        mean |= {"return": masked_mean(target, rollout.weight), "return_scale": scale, **rollout_metrics}
+        return {f"agent/{name}": value for name, value in mean.items()}
 
     def compile_parts(self) -> None:
         self._judge = compiled(self._judge)
@@ -430,20 +433,22 @@ class PPOAgent(ActorCriticAgent):
         self._after_update = compiled(self._after_update)
 
     @torch.no_grad()
-    def _judge(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-        """λ-returns with the critic's and with the slow critic's values, and the critic's values.   -> (B, H) each."""
-        value = self.value_code.decode(self._value_logits(self.critic, rollout.feature))  # (B, H+1)
-        return *self._targets(rollout, value), value[:, :-1]
+    def _judge(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """λ-returns with the critic's and with the slow critic's values, the critic's values, (B, H) each, and what the
+        networks take of the steps' features (B, H, F)."""
+        normed = self._normed(rollout.feature)
+        value = self.value_code.decode(self._value_logits(self.critic, normed))  # (B, H+1)
+        return *self._targets(rollout, normed, value), value[:, :-1], normed[:, :-1]
 
     def _minibatch_loss(self, steps: list[Tensor], going: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Clipped loss of a minibatch, its parts as detached 0-d tensors, and the flag that says whether to go on."""
-        feature, action, old_log_prob, weight, advantage, target, slow_target = steps
-        params = self.policy(feature)
+        normed, action, old_log_prob, weight, advantage, target, slow_target = steps
+        params = self._policy(normed)
         log_ratio = self.actions.log_prob(params, action) - old_log_prob
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - self.epsilon_clip, 1 + self.epsilon_clip)
         policy_loss = masked_mean(-torch.minimum(ratio * advantage, clipped_ratio * advantage), weight)
-        value_loss = self._value_loss(self._value_logits(self.critic, feature), target, slow_target, weight)
+        value_loss = self._value_loss(self._value_logits(self.critic, normed), target, slow_target, weight)
         entropy = masked_mean(self.actions.entropy(params), weight)
         with torch.no_grad():
             approximate_kl = masked_mean(ratio - 1 - log_ratio, weight)  # ≥ 0, unbiased (Schulman's third estimator)
