@@ -45,6 +45,7 @@ from utils import (
     Config,
     ConfigError,
     config_from_dict,
+    config_from_older,
     flatten_config,
     get_rng_state,
     isolated_rng,
@@ -272,7 +273,7 @@ def restore(
         if save_path is not None:
             read_model(save_path, world_model.device).load_into(world_model, agent)
         return 0
-    refuse_changes(config_from_dict(checkpoint.model.config), run.config)
+    refuse_changes(config_from_older(checkpoint.model.config), run.config)
     checkpoint.model.load_into(world_model, agent)
     world_model.optimiser.load_state_dict(checkpoint.train["world_model_optimiser"])
     agent.optimiser.load_state_dict(checkpoint.train["agent_optimiser"])

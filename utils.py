@@ -6,6 +6,7 @@ words. All layers hold text; the schema (config_files/schema.py) parses it to ea
 """
 
 import difflib
+import logging
 import os
 import random
 import reprlib
@@ -22,6 +23,8 @@ import yaml
 from pydantic import ValidationError
 
 from config_files.schema import WHOLE_LIMIT, Config, Section, describe, section_of, walk_keys
+
+logger = logging.getLogger("drama.config")
 
 DEFAULTS_FILE = Path(__file__).resolve().parent / "config_files" / "configure.yaml"
 RUN_CONFIG_NAME = "config.yaml"                                         # the resolved configuration in a run's folder
@@ -209,15 +212,15 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def config_from_file(path: str | Path) -> Config:
-    """The checked configuration of a YAML file that holds every key, like config.yaml in a run's folder."""
+    """The checked configuration of config.yaml in a run's folder; keys that were added since take their defaults."""
     with _naming(path):
-        return config_from_dict(_read_tree(Path(path)))
+        return config_from_older(_read_tree(Path(path)))
 
 
 def config_from_older(tree: Mapping[str, Any]) -> Config:
     """Like `config_from_dict`, for a configuration that an earlier version wrote: keys added since take their defaults.
 
-    To show and to evaluate; a run that goes on needs the configuration that it was begun with.
+    A user who resumes a run with such keys is told of them by `load_config`.
     """
     return _build({**default_values(), **dict(_flatten(tree))})
 
@@ -330,6 +333,15 @@ def _unknown_word(name: str) -> ConfigError:
     return ConfigError(f"{name}: {_section_hint(name)}") if is_section else _unknown(name)
 
 
+def _with_added_keys(path: Path) -> dict[str, Any]:
+    """The keys of a run's own configuration; those that were added since take their defaults, which is told."""
+    own, defaults = _read_layer(path), default_values()
+    added = [f"{dotted} {value}" for dotted, value in defaults.items() if dotted not in own]
+    if added:
+        logger.warning("%s lacks keys that were added since; they take their defaults: %s", path, ", ".join(added))
+    return {**defaults, **own}
+
+
 def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
     """The checked configuration that a command line asks for.
 
@@ -347,7 +359,7 @@ def load_config(argv: Sequence[str] | None, program: str) -> CommandLine:
         if not path.is_file():
             why = f"not a run's folder, it has no {RUN_CONFIG_NAME}" if path.parent.is_dir() else "no such folder"
             raise ConfigError(f"--resume {words.resume}: {why}")
-        base = _read_layer(path)
+        base = _with_added_keys(path)
     given: dict[str, Any] = {}
     for path in words.files:
         given.update(_read_layer(Path(path)))

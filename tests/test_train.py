@@ -15,7 +15,7 @@ from sub_models.cuda_graph import CapturedStep
 from tools.checkpoints import read_checkpoint
 from tools.run import open_run
 from train import Schedule, build, main, make_env_vector, train
-from utils import load_config, resolve_device, seed_everything
+from utils import config_to_dict, load_config, resolve_device, seed_everything
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = str(ROOT / "tests" / "tiny.yaml")
@@ -76,6 +76,9 @@ def assert_same_run(first, second):
     for part in ("world_model", "agent"):
         assert_same(getattr(a.model, part), getattr(b.model, part), part)
     assert_same(a.train, b.train, "train")
+    for count in ("rows_written", "finals_written", "finals_held"):
+        assert_same(a.replay[count], b.replay[count], count)
+    assert a.replay["finals_held"] > 0
     assert_same(metrics_of(first), metrics_of(second), "metrics")
 
 
@@ -114,6 +117,21 @@ def test_a_new_process_resumes_bit_for_bit(tmp_path, options):
     resumed = [sys.executable, "train.py", "--resume", str(half), "--JointTrainAgent.SampleMaxSteps", "80"]
     subprocess.run(resumed, cwd=ROOT, check=True, capture_output=True, timeout=250, env=None)
     assert_same_run(whole, half)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_with(tmp_path, monkeypatch):
+    """An update of the repository that adds a key must not end the runs that are under way."""
+
+    def as_it_was(config):
+        tree = config_to_dict(config)
+        del tree["Wandb"]
+        return tree
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("tools.run.config_to_dict", as_it_was)
+        folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 40)
+    assert main(["--resume", str(folder), "--JointTrainAgent.SampleMaxSteps", "60"]) == 0
+    assert newest_state(folder).step == 60
 
 
 def test_every_logged_name_is_explained(tmp_path):
@@ -280,7 +298,8 @@ def one_step_module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("ending", "context_length"), [("Terminated", 4), ("Truncated", 0)])
 def test_episodes_of_one_step_go_through_every_phase(tmp_path, one_step_module, ending, context_length):
-    """Nothing to predict, no context but its own row; only what ended by itself is stored as a termination."""
+    """Nothing to predict, no context but its own row; only what ended by itself is stored as a termination, and what
+    either led to is kept."""
     options = ("--JointTrainAgent.RealityContextLength", context_length, "--JointTrainAgent.NumEnvs", 1)
     folder = run_training(tmp_path, "--BasicSettings.Env_name", f"{one_step_module}:Mine/{ending}-v0", *options)
     lines = metrics_of(folder)
@@ -293,6 +312,9 @@ def test_episodes_of_one_step_go_through_every_phase(tmp_path, one_step_module, 
     rows = replay.recent_sequences(1, 80)
     assert rows.is_first.all()
     assert (rows.termination == float(ending == "Terminated")).all()
+    finals = replay.final_obs(rows)
+    assert finals.step.tolist() == list(range(80))
+    assert not (finals.obs == rows.obs[0]).flatten(1).all(1).any()
 
 
 def test_a_users_fault_ends_the_run_in_one_line_that_names_the_step(tmp_path, one_step_module, capsys):

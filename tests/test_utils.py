@@ -285,6 +285,17 @@ def test_an_earlier_versions_configuration_takes_new_keys_from_the_defaults():
         config_from_older({"Removed": 1})
 
 
+def test_a_run_of_an_earlier_version_goes_on_and_says_what_was_added(tmp_path, caplog):
+    """A new key would make every run that is under way unresumable."""
+    tree = config_to_dict(override_config(load(), {"JointTrainAgent.Tau": 3}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert load("--resume", str(tmp_path)).JointTrainAgent.Tau == 3 and not caplog.records
+    del tree["JointTrainAgent"]["Alpha"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert load("--resume", str(tmp_path)) == config_from_file(tmp_path / "config.yaml")
+    assert caplog.messages[0].endswith("they take their defaults: JointTrainAgent.Alpha 1.0")
+
+
 def test_override_config_names_unknown_keys():
     with pytest.raises(ConfigError, match=r"nearest known one is BasicSettings\.Seed"):
         override_config(load(), {"BasicSettings.Sed": 3})
