@@ -13,6 +13,10 @@ ring. A start is the flat index env * T + slot. Everything that sampling needs (
 device and every shape is fixed, so a sampler neither waits for the device nor depends on how full the rings are, and
 can be captured in a CUDA graph.
 
+What an episode's last action led to is no row: nothing was done there. These final observations are kept beside the
+rings, in host memory, one for each ended episode whose last row is still held. No sampler reads them; `final_obs` finds
+those of a batch. A row that has one and termination 0 was cut off, by a time limit or a fault.
+
 Letters: E environments, T ring length, N = E T starts, B batch, L time, A action width.
 """
 
@@ -22,8 +26,10 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -36,7 +42,7 @@ from tools.checkpoints import sync_folder
 
 WEIGHT_BITS = 40               # rows less than 2^-40 = 1e-12 times as likely as the likeliest are never drawn
 MAX_CHUNK_BYTES = 256 << 20    # bounds the host memory that saving and loading take besides the rings
-_OWN_FILES = re.compile(r"(rows-\d+-\d+|counters-\d+)-[0-9a-f]{16}\.bin|replay\.tmp")
+_OWN_FILES = re.compile(r"((?:rows|finals)-\d+-\d+|counters-\d+)-[0-9a-f]{16}\.bin|replay\.tmp")
 _TEMPORARY = "replay.tmp"
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -50,6 +56,14 @@ class Batch(NamedTuple):
     termination: Tensor  # (B, L) fp32, 0 or 1
     is_first: Tensor     # (B, L) bool
     first_row: Tensor | None = None    # (B, 2) int64: ring, and how many rows it had before; None: not from a replay
+
+
+class FinalObs(NamedTuple):
+    """Observations after the last actions of the episodes that end in a batch, n of them, sequence by sequence."""
+
+    sequence: Tensor  # (n,) int64, which of the batch's B sequences
+    step: Tensor      # (n,) int64, which of its L rows is the episode's last
+    obs: Tensor       # (n, H, W, C) uint8
 
 
 class ReplayFileError(Exception):
@@ -150,7 +164,7 @@ def _row_fields(obs_shape: Sequence[int], action_shape: Sequence[int]) -> dict[s
 
 
 def row_nbytes(obs_shape: Sequence[int], action_shape: Sequence[int]) -> int:
-    """Bytes that one row takes in the buffer and on disk, its two int32 counters included."""
+    """Bytes that one row takes in the buffer and on disk, with its two int32 counters, without a final observation."""
     return sum(field.nbytes() for field in _row_fields(obs_shape, action_shape).values()) + 8
 
 
@@ -180,6 +194,12 @@ class _Manifest(_Record):
     rows_written: Annotated[int, Field(ge=0, lt=2**62)]    # to each ring, ever
     chunks: list[_Chunk]    # ascending, each of rows first..stop-1 of every ring
     counters: _File
+    finals_written: Annotated[int, Field(ge=0, lt=2**62)] = 0    # final observations, ever; older manifests know none
+    finals_held: NonNegativeInt = 0    # the newest of them, whose rows are held
+    finals: list[_Chunk] = Field(default_factory=list)    # ascending, each of final observations first..stop-1
+
+    def files(self) -> list[_File]:
+        return [*self.chunks, self.counters, *self.finals]
 
 
 def _parse_manifest(manifest: Any) -> _Manifest:
@@ -189,7 +209,7 @@ def _parse_manifest(manifest: Any) -> _Manifest:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"])) or "its root"
         raise ReplayFileError(f"replay manifest is malformed at {place}: {fault['msg']}") from None
-    for file in [*parsed.chunks, parsed.counters]:
+    for file in parsed.files():
         if not _OWN_FILES.fullmatch(file.name):
             raise ReplayFileError(f"replay manifest names {file.name!r}, which is no replay file")
     return parsed
@@ -197,8 +217,19 @@ def _parse_manifest(manifest: Any) -> _Manifest:
 
 def manifest_files(manifest: Any) -> list[str]:
     """Names of the files that a buffer is made of which `save` described by `manifest`."""
-    parsed = _parse_manifest(manifest)
-    return [file.name for file in [*parsed.chunks, parsed.counters]]
+    return [file.name for file in _parse_manifest(manifest).files()]
+
+
+def _each_in_order(chunks: Sequence[_Chunk], oldest: int, written: int, what: str) -> Iterator[tuple[_Chunk, int]]:
+    """Chunks that hold oldest..written-1 without a gap, each with the first number that it is needed for."""
+    covered = oldest
+    for chunk in chunks:
+        if not (chunk.first <= covered < chunk.stop <= written):
+            raise ReplayFileError(f"replay manifest: {chunk.name} gives no {what} {covered}, the next one expected")
+        yield chunk, covered
+        covered = chunk.stop
+    if covered != written:
+        raise ReplayFileError(f"replay manifest: its files end at {what} {covered}, expected {written}")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -236,6 +267,32 @@ def _write_file(folder: Path, stem: str, tensors: Sequence[Tensor]) -> _File:
 def _is_stored(folder: Path, file: _File) -> bool:
     path = folder / file.name
     return path.is_file() and path.stat().st_size == file.bytes
+
+
+def _missing(stored: Sequence[_Chunk], first: int, stop: int, longest: int, period: int) -> Iterator[tuple[int, int]]:
+    """Ranges of first..stop-1 that no stored chunk covers, cut at multiples of `period` and to `longest`."""
+    for next_stored, resume in [*((chunk.first, chunk.stop) for chunk in stored), (stop, stop)]:
+        while first < next_stored:
+            cut = min(next_stored, first - first % period + period, first + longest)
+            yield first, cut
+            first = cut
+        first = resume
+
+
+def _complete(
+    folder: Path,
+    chunks: Sequence[_Chunk],
+    first: int,
+    stop: int,
+    item_bytes: int,
+    write: Callable[[Path, int, int], _Chunk],
+    period: int,
+) -> list[_Chunk]:
+    """Those of `chunks` that `folder` has of first..stop-1, and new ones, written, of what they lack."""
+    stored = [chunk for chunk in chunks if chunk.stop > first and _is_stored(folder, chunk)]
+    longest = max(1, MAX_CHUNK_BYTES // item_bytes)
+    added = [write(folder, *numbers) for numbers in _missing(stored, first, stop, longest, period)]
+    return sorted(stored + added, key=lambda chunk: chunk.first)
 
 
 @contextmanager
@@ -357,23 +414,42 @@ class ReplayBuffer:
         self._slots = torch.arange(self.ring_length, device=self.device)
         self._ones = torch.ones(max(batch_size, imagine_batch_size), dtype=torch.int32, device=self.device)
         self._chunks: list[_Chunk] = []
+        self._finals: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()    # (ring, row's number) -> (H, W, C)
+        self._finals_written = 0                                                  # ever; those held are the newest
+        self._final_chunks: list[_Chunk] = []
 
     def __len__(self) -> int:
         """Rows held, all environments together."""
         return self.num_envs * min(self._written, self.ring_length)
 
-    def append(self, obs: Any, action: Any, reward: Any, termination: Any, is_first: Any) -> None:
+    def append(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        termination: Any,
+        is_first: Any,
+        final_obs: Mapping[int, np.ndarray] | None = None,
+        abandoned_obs: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
         """Write the next row of every environment: arrays or tensors of E rows, obs (E, H, W, C) uint8.
 
         Host arrays are checked in full and may be reused at once. A tensor on a GPU must have the stored dtype; its
         values are not looked at, since that would wait for the device.
+
+        final_obs: environment -> the observation (H, W, C) after its action, where that ended the episode.
+        abandoned_obs: the same for the row before, where only now it turned out that its episode does not go on.
         """
         values = dict(zip(self._fields, (obs, action, reward, termination, is_first), strict=True))
         rows = {name: self._check_row(name, value) for name, value in values.items()}
+        finals = self._check_finals("abandoned_obs", abandoned_obs, self._written - 1)
+        finals |= self._check_finals("final_obs", final_obs, self._written)
         slot = self._written % self.ring_length
         for name, row in rows.items():
             self._data[name][:, slot].copy_(row, non_blocking=True)
         self._counters[:, :, slot].zero_()
+        self._finals |= finals
+        self._finals_written += len(finals)
         self._set_written(self._written + 1)
 
     def can_sample(self, rows: int) -> bool:
@@ -425,20 +501,38 @@ class ReplayBuffer:
         held = (number >= self._oldest()) & (number + length <= self._written)
         return self._gather((ring * self.ring_length + number % self.ring_length)[held], length)
 
+    def final_obs(self, batch: Batch) -> FinalObs:
+        """The final observations of the episodes that end in a batch of this buffer, as far as they are still held.
+
+        To bootstrap from them, or to look at them. Not for a captured step: it waits for the device.
+        """
+        found = [
+            (sequence, step, self._finals[ring, number + step])
+            for sequence, (ring, number) in enumerate(batch.first_row.tolist())
+            for step in range(batch.obs.shape[1])
+            if (ring, number + step) in self._finals
+        ]
+        places = torch.tensor([place for *place, _ in found], dtype=torch.int64, device=self.out_device).view(-1, 2)
+        return FinalObs(*places.unbind(1), self._stacked([frame for *_, frame in found]))
+
+    def recent_final_obs(self, count: int) -> Tensor:
+        """The newest final observations, at most `count`, oldest first.   -> (n, H, W, C) uint8."""
+        return self._stacked(list(self._finals.values())[-count:])
+
     def save(self, folder: str | os.PathLike) -> dict[str, Any]:
         """Write what `folder` lacks of the rows held, and all counters; return the manifest for `load` (plain data).
 
-        Rows already in the folder from an earlier save (or the load that this buffer came from) are not written again.
+        Rows and final observations already in the folder from an earlier save (or the load that this buffer came from)
+        are not written again.
         Files that older manifests name stay as they are, see `prune`. If writing fails, OSError is raised and the
         folder still serves every manifest returned before.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        stored = [chunk for chunk in self._chunks if chunk.stop > self._oldest() and _is_stored(folder, chunk)]
-        added = [self._write_chunk(folder, first, stop) for first, stop in self._missing_rows(stored)]
+        chunks, finals = self._save_rows(folder), self._save_finals(folder)
         counters = _write_file(folder, f"counters-{self._written}", [self._counters.cpu()])
         sync_folder(folder)
-        self._chunks = sorted(stored + added, key=lambda chunk: chunk.first)
+        self._chunks, self._final_chunks = chunks, finals
         return _Manifest(
             format="drama-replay-1",
             num_envs=self.num_envs,
@@ -447,6 +541,9 @@ class ReplayBuffer:
             rows_written=self._written,
             chunks=self._chunks,
             counters=counters,
+            finals_written=self._finals_written,
+            finals_held=len(self._finals),
+            finals=self._final_chunks,
         ).model_dump()
 
     def load(self, folder: str | os.PathLike, manifest: Any) -> None:
@@ -457,20 +554,17 @@ class ReplayBuffer:
         """
         folder = Path(folder)
         self._set_written(0)
-        self._chunks = []
+        self._chunks, self._final_chunks = [], []
+        self._finals, self._finals_written = OrderedDict(), 0
         saved = _parse_manifest(manifest)
         self._check_same_layout(saved)
         oldest = max(0, saved.rows_written - self.ring_length)
-        covered = oldest
-        for chunk in saved.chunks:
-            if not (chunk.first <= covered < chunk.stop <= saved.rows_written):
-                raise ReplayFileError(f"replay manifest: {chunk.name} gives no row {covered}, the next one expected")
-            self._load_chunk(folder, chunk, covered)
-            covered = chunk.stop
-        if covered != saved.rows_written:
-            raise ReplayFileError(f"replay manifest: its files end at row {covered}, expected {saved.rows_written}")
+        for chunk, first_used in _each_in_order(saved.chunks, oldest, saved.rows_written, "row"):
+            self._load_chunk(folder, chunk, first_used)
         self._load_counters(folder, saved.counters)
-        self._chunks = list(saved.chunks)
+        self._finals = self._load_finals(folder, saved, oldest)
+        self._finals_written = saved.finals_written
+        self._chunks, self._final_chunks = list(saved.chunks), list(saved.finals)
         self._set_written(saved.rows_written)
 
     def prune(self, folder: str | os.PathLike, kept_manifests: Sequence[Any]) -> None:
@@ -479,6 +573,7 @@ class ReplayBuffer:
         That includes what a crash left behind. Call it once the kept manifests are safely on disk.
         """
         needed = {chunk.name for chunk in self._chunks if chunk.stop > self._oldest()}
+        needed.update(chunk.name for chunk in self._final_chunks if chunk.stop > self._oldest_final())
         needed.update(name for manifest in kept_manifests for name in manifest_files(manifest))
         for path in Path(folder).iterdir():
             if _OWN_FILES.fullmatch(path.name) and path.name not in needed:
@@ -489,6 +584,8 @@ class ReplayBuffer:
     def _set_written(self, written: int) -> None:
         self._written = written
         self._written_on_device.fill_(written)
+        while self._finals and next(iter(self._finals))[1] < self._oldest():
+            self._finals.popitem(last=False)
 
     def _check_row(self, name: str, value: Any) -> Tensor:
         """One field's new row as a tensor that can be copied to the storage without waiting."""
@@ -506,6 +603,27 @@ class ReplayBuffer:
             raise ValueError(f"append: {name} {complaint}")
         row = torch.from_numpy(np.require(array, requirements=["C", "W"])).to(field.dtype)
         return row.pin_memory() if self.device.type == "cuda" else row
+
+    def _check_finals(
+        self, name: str, frames: Mapping[int, np.ndarray] | None, number: int
+    ) -> dict[tuple[int, int], np.ndarray]:
+        """Copies of final observations (H, W, C) under the place of their row: (ring, number)."""
+        checked: dict[tuple[int, int], np.ndarray] = {}
+        for ring, frame in (frames or {}).items():
+            place = (int(ring), number)
+            if not 0 <= ring < self.num_envs or number < 0 or place in self._finals:
+                raise ValueError(f"append: {name} names environment {ring}, which has no row whose episode ends now")
+            field = self._fields["obs"]
+            if frame.shape != field.shape:
+                raise ValueError(f"append: {name} has shape {frame.shape}, expected {field.shape}")
+            if complaint := field.complaint(frame):
+                raise ValueError(f"append: {name} {complaint}")
+            checked[place] = frame.copy()
+        return checked
+
+    def _stacked(self, frames: Sequence[np.ndarray]) -> Tensor:
+        stacked = np.stack(frames) if frames else np.zeros((0, *self._fields["obs"].shape), np.uint8)
+        return torch.from_numpy(stacked).to(self.out_device)
 
     def _num_starts(self, length: int) -> int:
         return self.num_envs * max(0, min(self._written, self.ring_length) - length + 1)
@@ -552,18 +670,23 @@ class ReplayBuffer:
     def _oldest(self) -> int:
         return max(0, self._written - self.ring_length)
 
-    def _missing_rows(self, stored: Sequence[_Chunk]) -> Iterator[tuple[int, int]]:
-        """Ranges of held rows that no stored chunk covers, cut at the ring's end and to the size of one file."""
-        row_bytes = self.num_envs * sum(field.nbytes() for field in self._fields.values())
-        longest = max(1, MAX_CHUNK_BYTES // row_bytes)
-        first = self._oldest()
-        for next_stored, resume in [*((chunk.first, chunk.stop) for chunk in stored), (self._written, self._written)]:
-            while first < next_stored:
-                ring_end = first - first % self.ring_length + self.ring_length
-                stop = min(next_stored, ring_end, first + longest)
-                yield first, stop
-                first = stop
-            first = resume
+    def _oldest_final(self) -> int:
+        return self._finals_written - len(self._finals)
+
+    def _row_nbytes(self) -> int:
+        return self.num_envs * sum(field.nbytes() for field in self._fields.values())
+
+    def _final_nbytes(self) -> int:
+        return 2 * torch.int64.itemsize + self._fields["obs"].nbytes()
+
+    def _save_rows(self, folder: Path) -> list[_Chunk]:
+        """Files never go over the ring's end."""
+        numbers = (self._oldest(), self._written)
+        return _complete(folder, self._chunks, *numbers, self._row_nbytes(), self._write_chunk, self.ring_length)
+
+    def _save_finals(self, folder: Path) -> list[_Chunk]:
+        first, stop = self._oldest_final(), self._finals_written
+        return _complete(folder, self._final_chunks, first, stop, self._final_nbytes(), self._write_finals, stop + 1)
 
     def _ring_slice(self, name: str, first: int, stop: int) -> Tensor:
         start = first % self.ring_length
@@ -579,14 +702,41 @@ class ReplayBuffer:
         length = chunk.stop - chunk.first
         if chunk.first // self.ring_length != (chunk.stop - 1) // self.ring_length:
             raise ReplayFileError(f"replay manifest: {chunk.name} is {chunk.first}..{chunk.stop}, over the ring's end")
-        row_bytes = self.num_envs * sum(field.nbytes() for field in self._fields.values())
-        with _open_verified(folder, chunk, length * row_bytes) as stream:
+        with _open_verified(folder, chunk, length * self._row_nbytes()) as stream:
             for name, field in self._fields.items():
                 raw_dtype = torch.uint8 if field.dtype == torch.bool else field.dtype     # a byte of 2 is no bool
                 rows = _read_tensor(stream, (self.num_envs, length, *field.shape), raw_dtype)
                 if complaint := field.complaint(rows.numpy()):
                     raise ReplayFileError(f"replay file {stream.name}: {name} {complaint}")
                 self._ring_slice(name, first_used, chunk.stop).copy_(rows[:, first_used - chunk.first :])
+
+    def _write_finals(self, folder: Path, first: int, stop: int) -> _Chunk:
+        oldest = self._oldest_final()
+        places, frames = zip(*islice(self._finals.items(), first - oldest, stop - oldest), strict=True)
+        content = [torch.tensor(places), torch.from_numpy(np.stack(frames))]    # (n, 2) int64, (n, H, W, C) uint8
+        file = _write_file(folder, f"finals-{first}-{stop}", content)
+        return _Chunk(first=first, stop=stop, **file.model_dump())
+
+    def _load_finals(self, folder: Path, saved: _Manifest, oldest: int) -> OrderedDict[tuple[int, int], np.ndarray]:
+        """The final observations of rows from number `oldest` on, in their order."""
+        finals: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+        first, newest = saved.finals[0].first if saved.finals else saved.finals_written, oldest
+        for chunk, _ in _each_in_order(saved.finals, first, saved.finals_written, "final observation"):
+            count = chunk.stop - chunk.first
+            with _open_verified(folder, chunk, count * self._final_nbytes()) as stream:
+                places = _read_tensor(stream, (count, 2), torch.int64)
+                frames = _read_tensor(stream, (count, *self._fields["obs"].shape), torch.uint8).numpy()
+            for (ring, number), frame in zip(places.tolist(), frames, strict=True):
+                if number < oldest:    # overwritten since its file was written
+                    continue
+                possible = 0 <= ring < self.num_envs and newest <= number < saved.rows_written
+                if not possible or (ring, number) in finals:
+                    raise ReplayFileError(f"replay file {stream.name}: no episode can end here at row {number}")
+                finals[ring, number], newest = frame.copy(), number
+        if len(finals) != saved.finals_held:
+            found, expected = len(finals), saved.finals_held
+            raise ReplayFileError(f"replay manifest: its files hold {found} final observations, expected {expected}")
+        return finals
 
     def _load_counters(self, folder: Path, file: _File) -> None:
         with _open_verified(folder, file, self._counters.nbytes) as stream:

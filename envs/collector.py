@@ -8,13 +8,16 @@ from envs.parallel import VectorEnv
 
 
 class Row(NamedTuple):
-    """Row t of E environments, as the replay stores it."""
+    """Row t of E environments, as the replay stores it, and the observations that are no row's because an episode ended
+    with them: environment -> (H, W, C) uint8."""
 
     obs: np.ndarray  # (E, H, W, C) uint8
     action: np.ndarray  # (E,) int64 or (E, A) float32
     reward: np.ndarray  # (E,) float32: what action t earned
     termination: np.ndarray  # (E,) bool: action t ended the life or the episode; never set by a time limit
     is_first: np.ndarray  # (E,) bool: obs opens an episode
+    final_obs: dict[int, np.ndarray]  # what action t led to, where it ended the episode
+    abandoned_obs: dict[int, np.ndarray]  # what action t-1 led to, where its episode turned out to be broken
 
 
 class FinishedEpisode(NamedTuple):
@@ -47,7 +50,8 @@ class Collector:
     workers that are stepping, or beside this process if training is only launched there and runs on a GPU.
 
     Every row is a transition that happened. Where an environment failed, the broken episode ends with the row before
-    (nothing is known of its last action), and the action is taken in the episode that replaces it.
+    (nothing is known of its last action), and the action is taken in the episode that replaces it. So it is where a
+    resumed run has to begin a new episode.
     `finished` lists the episodes that ended in the last step, one entry an environment.
     """
 
@@ -57,6 +61,7 @@ class Collector:
         self._obs = env.reset()  # (E, H, W, C)
         self._is_first = np.ones(env.num_envs, dtype=bool)
         self._forgets = np.ones(env.num_envs, dtype=bool)  # whose memory in the actor ends: as a rule `_is_first`
+        self._abandoned: dict[int, np.ndarray] = {}  # environment -> last observation of an episode that was left
         self._state = actor.init_state(self._obs)
         self._chosen: ChosenAction | None = None  # what the environments have not been sent yet
         self._action: np.ndarray | None = None
@@ -78,11 +83,14 @@ class Collector:
             self._start_step()
         result, failed = self.env.step_wait(), np.zeros(self.env.num_envs, dtype=bool)
         while result.restarted.any():  # ends: restarts are limited
+            self._abandon(self._obs, result.restarted & ~self._is_first & ~failed)
             failed |= result.restarted
             self._obs = np.where(result.restarted[:, None, None, None], result.obs, self._obs)
             result = self.env.retake(result, self._action)
         is_first = self._is_first | failed
-        row = Row(self._obs, self._action, result.reward, result.terminated | result.life_loss, is_first)
+        termination = result.terminated | result.life_loss
+        row = Row(self._obs, self._action, result.reward, termination, is_first, result.final_obs, self._abandoned)
+        self._abandoned = {}
         self.finished = [
             FinishedEpisode(float(result.episode_return[i]), int(result.episode_length[i]))
             for i in np.flatnonzero(result.finished)
@@ -108,9 +116,14 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue where `state` was taken. Without an environment state a new episode begins instead: then False."""
         if state["env"] is None:
+            self._abandon(np.array(state["obs"]), ~np.array(state["is_first"]))
             return False
         self.env.set_state(state["env"])
         self._obs, self._is_first = np.array(state["obs"]), np.array(state["is_first"])
         self._forgets = np.array(state["forgets"])
         self._state.load(state["actor"])
         return True
+
+    def _abandon(self, obs: np.ndarray, which: np.ndarray) -> None:
+        """Note the observations (E, H, W, C) of the environments whose episode ended with them, (E,) bool."""
+        self._abandoned |= {index: obs[index] for index in np.flatnonzero(which).tolist()}

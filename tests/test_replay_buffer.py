@@ -81,6 +81,25 @@ def fill(replay: ReplayBuffer, rows: int, start: int = 0) -> None:
         replay.append(**tagged_row(1000 * n, replay.num_envs))
 
 
+def ends_episode(tag: int) -> bool:
+    """Whether a tagged row ends an episode: three in seven, so that each environment has its own."""
+    return tag % 7 < 3
+
+
+def tagged_frame(tag: int, obs_shape=OBS_SHAPE) -> np.ndarray:
+    """The final observation after a tagged row; it can be told from any row's."""
+    return tagged_row(tag + 500, 1, obs_shape)["obs"][0]
+
+
+def fill_with_ends(replay: ReplayBuffer, rows: int, start: int = 0) -> None:
+    """`fill`, and the final observations that are due; every other one becomes known one row late."""
+    for n in range(start, start + rows):
+        tags = {env: 1000 * n + env for env in range(replay.num_envs)}
+        final = {env: tagged_frame(tag) for env, tag in tags.items() if ends_episode(tag) and n % 2}
+        late = {env: tagged_frame(tag - 1000) for env, tag in tags.items() if ends_episode(tag - 1000) and n % 2 and n}
+        replay.append(**tagged_row(1000 * n, replay.num_envs), final_obs=final, abandoned_obs=late)
+
+
 def tags_of(batch: Batch) -> torch.Tensor:
     """(B, L) tags, after checking that every other field belongs to the same row as the obs."""
     raw = batch.obs.cpu().flatten(2).numpy()
@@ -437,6 +456,103 @@ def test_late_rows_catch_up():
     assert v.sum() == 600 * 4
 
 
+# --- final observations -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_envs=st.integers(1, 4),
+    ring_length=st.integers(1, 20),
+    written=st.integers(1, 65),
+    length=st.integers(1, 20),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_final_observations_of_a_batch_are_those_of_its_rows(num_envs, ring_length, written, length, seed):
+    """Over the seam, in every environment, known at once or late; fails if one is lost, doubled, stale or another's."""
+    length = min(length, ring_length, written)
+    torch.manual_seed(seed)
+    replay = make_replay(
+        capacity=num_envs * ring_length, num_envs=num_envs, batch_size=1, batch_length=1, context_length=length
+    )
+    fill_with_ends(replay, written)
+    batch = replay.sample_contexts()
+    final = replay.final_obs(batch)
+    known = tags_of(batch) // 1000 < written - (written % 2)  # an even row's ends are told with the row after it
+    expected = torch.tensor([[ends_episode(tag) for tag in row] for row in tags_of(batch).tolist()]) & known
+    assert torch.equal(torch.stack((final.sequence, final.step), 1), expected.nonzero())
+    frames = [tagged_frame(tag) for tag in tags_of(batch)[expected].tolist()]
+    assert torch.equal(final.obs, torch.from_numpy(np.array(frames, np.uint8).reshape(-1, *OBS_SHAPE)))
+
+
+def test_final_observations_go_with_their_rows():
+    """Memory is bounded: one frame for each ended episode that the rings still hold, in whatever order they end."""
+    replay = make_replay(capacity=12, num_envs=2, batch_length=2)
+    for n in range(40):
+        fill_with_ends(replay, 1, start=n)
+        held = range(max(0, n - 5), n + 1)
+        due = {(env, row) for row in held for env in range(2) if ends_episode(1000 * row + env) and (row < n or n % 2)}
+        assert set(replay._finals) == due
+    assert replay._finals_written == sum(ends_episode(1000 * row + env) for row in range(40) for env in range(2))
+
+
+@pytest.mark.parametrize(("device", "out_device"), PLACEMENTS)
+def test_newest_final_observations(device, out_device):
+    replay = make_replay(device=device, out_device=out_device)
+    assert replay.recent_final_obs(3).shape == (0, *OBS_SHAPE)
+    fill_with_ends(replay, 20)
+    batch = replay.sample_sequences()
+    assert {field.device.type for field in replay.final_obs(batch)} == {out_device}
+    tags = [1000 * n for n in range(20) if ends_episode(1000 * n)]
+    for count in (1, 3, 100):
+        frames = replay.recent_final_obs(count)
+        assert frames.device.type == out_device
+        assert torch.equal(frames.cpu(), torch.from_numpy(np.stack([tagged_frame(tag) for tag in tags[-count:]])))
+
+
+def test_final_observations_are_copied():
+    """Environments may reuse their arrays."""
+    replay, frame = make_replay(), tagged_frame(7)
+    replay.append(**tagged_row(0, 1), final_obs={0: frame})
+    frame[:] = 255
+    assert torch.equal(replay.recent_final_obs(1)[0], torch.from_numpy(tagged_frame(7)))
+
+
+@pytest.mark.parametrize(
+    ("final", "abandoned", "message"),
+    [
+        ({1: tagged_frame(0)}, None, "final_obs names environment 1, which has no row whose episode ends now"),
+        ({-1: tagged_frame(0)}, None, "final_obs names environment -1"),
+        (None, {0: tagged_frame(0)}, "abandoned_obs names environment 0, which has no row"),
+        ({0: tagged_frame(0)[:1]}, None, r"final_obs has shape \(1, 2, 3\), expected \(2, 2, 3\)"),
+        ({0: tagged_frame(0).astype(np.float32)}, None, "final_obs is float32, expected uint8"),
+    ],
+)
+def test_bad_final_observations_are_refused_and_leave_no_trace(final, abandoned, message):
+    """`abandoned`: the row before has its final observation already."""
+    replay = make_replay()
+    replay.append(**tagged_row(0, 1), final_obs={0: tagged_frame(0)})
+    before = copy.deepcopy(replay)
+    with pytest.raises(ValueError, match=f"append: {message}"):
+        replay.append(**tagged_row(1000, 1), final_obs=final, abandoned_obs=abandoned)
+    assert_same_content(replay, before)
+    with pytest.raises(ValueError, match="abandoned_obs names environment 0, which has no row"):
+        make_replay().append(**tagged_row(0, 1), abandoned_obs={0: tagged_frame(0)})
+
+
+def test_saves_from_before_final_observations_load(tmp_path):
+    """Their manifests do not have the keys."""
+    replay = make_replay()
+    fill(replay, 20)
+    manifest = {name: value for name, value in replay.save(tmp_path).items() if not name.startswith("finals")}
+    loaded = make_replay()
+    loaded.load(tmp_path, json_copy(manifest))
+    assert_same_content(loaded, replay)
+    fill_with_ends(loaded, 9, start=20)
+    again = make_replay()
+    again.load(tmp_path, loaded.save(tmp_path))
+    assert_same_content(again, loaded)
+
+
 # --- saving and loading -----------------------------------------------------------------------------------------------
 
 
@@ -447,10 +563,14 @@ def assert_same_content(loaded: ReplayBuffer, saved: ReplayBuffer) -> None:
     held = min(saved._written, saved.ring_length)
     for name, data in saved._data.items():
         assert torch.equal(loaded._data[name][:, :held].cpu(), data[:, :held].cpu()), name
+    assert list(loaded._finals) == list(saved._finals)
+    assert loaded._finals_written == saved._finals_written
+    for place, frame in saved._finals.items():
+        assert np.array_equal(loaded._finals[place], frame), place
 
 
 def named_files(manifest: dict) -> set[str]:
-    return {file["name"] for file in [*manifest["chunks"], manifest["counters"]]}
+    return {file["name"] for file in [*manifest["chunks"], manifest["counters"], *manifest["finals"]]}
 
 
 def json_copy(manifest: dict) -> dict:
@@ -473,7 +593,7 @@ def test_every_save_of_a_history_loads_exactly(tmp_path_factory, num_envs, ring_
         patch.setattr(replay_buffer, "MAX_CHUNK_BYTES", rows_per_file * num_envs * (row_nbytes(OBS_SHAPE, ()) - 8))
         history = []
         for rows in appended:
-            fill(replay, rows, start=replay._written)
+            fill_with_ends(replay, rows, start=replay._written)
             if replay.can_sample(rows=1):
                 replay.sample_sequences(), replay.sample_contexts()
             history.append((json_copy(replay.save(folder)), copy.deepcopy(replay)))
@@ -525,31 +645,34 @@ def written_bytes(folder: Path, before: dict[str, int]) -> int:
 
 def test_a_save_writes_new_rows_only(tmp_path):
     """Counted in bytes, also after loading in a new buffer; a second folder gets everything."""
-    row_bytes, counter_bytes = row_nbytes(OBS_SHAPE, ()) - 8, 64 * 8
+    row_bytes, counter_bytes, final_bytes = row_nbytes(OBS_SHAPE, ()) - 8, 64 * 8, 16 + 12
     replay = make_replay()
     for resumed, rows in ((False, 30), (False, 10), (True, 7), (False, 0), (False, 24)):
-        fill(replay, rows, start=replay._written)
+        ended = replay._finals_written
+        fill_with_ends(replay, rows, start=replay._written)
+        new = rows * row_bytes + (replay._finals_written - ended) * final_bytes
         before = {path.name: 0 for path in tmp_path.iterdir()}
         manifest = replay.save(tmp_path)
-        assert written_bytes(tmp_path, before) in {rows * row_bytes + counter_bytes, rows * row_bytes}, resumed
+        assert written_bytes(tmp_path, before) in {new + counter_bytes, new}, resumed
         replay = make_replay()
         replay.load(tmp_path, manifest)
     other = tmp_path / "other"
     replay.save(other)
-    assert written_bytes(other, {}) == 64 * row_bytes + counter_bytes
+    assert written_bytes(other, {}) == 64 * row_bytes + counter_bytes + len(replay._finals) * final_bytes
 
 
 def test_prune_keeps_what_is_needed(tmp_path):
     """Fails if a file of a kept manifest goes, if stale ones stay, or if foreign files are touched."""
     replay = make_replay(capacity=16, batch_length=3)
-    fill(replay, 10)
+    fill_with_ends(replay, 10)
     old = replay.save(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "replay.tmp").write_bytes(b"left by a crash")
     (tmp_path / f"rows-10-12-{'0' * 16}.bin").write_bytes(b"left by a crash")
-    fill(replay, 10, start=10)
+    (tmp_path / f"finals-3-4-{'0' * 16}.bin").write_bytes(b"left by a crash")
+    fill_with_ends(replay, 10, start=10)
     replay.save(tmp_path)
-    fill(replay, 10, start=20)                               # rows 0..9 are overwritten now
+    fill_with_ends(replay, 10, start=20)                     # rows 0..9 are overwritten now
     new = replay.save(tmp_path)
     replay.prune(tmp_path, [old, new])
     for manifest in (old, new):
@@ -558,7 +681,8 @@ def test_prune_keeps_what_is_needed(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"notes.txt"} | named_files(new)
     replay.prune(tmp_path, [])                               # the next save still builds on this buffer's files
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *(file["name"] for file in new["chunks"])}
+    needed = named_files(new) - {new["counters"]["name"]}
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *needed}
     fill(replay, 1, start=30)
     loaded = make_replay(capacity=16, batch_length=3)
     loaded.load(tmp_path, replay.save(tmp_path))
@@ -592,10 +716,10 @@ def test_killed_at_any_moment_of_a_save(tmp_path, monkeypatch, owner, call, mome
     """At each system call of a save in several files: the last manifest still loads, and saving goes on from it."""
     monkeypatch.setattr(replay_buffer, "MAX_CHUNK_BYTES", 4 * (row_nbytes(OBS_SHAPE, ()) - 8))
     replay = make_replay(capacity=16, batch_length=3)
-    fill(replay, 10)
+    fill_with_ends(replay, 10)
     manifest = replay.save(tmp_path)
     saved = copy.deepcopy(replay)
-    fill(replay, 12, start=10)
+    fill_with_ends(replay, 12, start=10)
     calls, original = itertools.count(1), getattr(owner, call)
 
     def killed_here(*args):
@@ -614,7 +738,7 @@ def test_killed_at_any_moment_of_a_save(tmp_path, monkeypatch, owner, call, mome
     resumed = make_replay(capacity=16, batch_length=3)
     resumed.load(tmp_path, manifest)
     assert_same_content(resumed, saved)
-    fill(resumed, 12, start=30)
+    fill_with_ends(resumed, 12, start=30)
     manifest = resumed.save(tmp_path)
     resumed.prune(tmp_path, [manifest])
     assert {path.name for path in tmp_path.iterdir()} == named_files(manifest)
@@ -649,9 +773,10 @@ def test_rows_whose_file_vanished_are_written_again(tmp_path):
     """While the rows are still held, a lost file costs one rewrite and not the run."""
     replay = make_replay()
     for start in (0, 10, 20):
-        fill(replay, 10, start=start)
+        fill_with_ends(replay, 10, start=start)
         manifest = replay.save(tmp_path)
-    (tmp_path / manifest["chunks"][1]["name"]).unlink()
+    for files in (manifest["chunks"], manifest["finals"]):
+        (tmp_path / files[1]["name"]).unlink()
     loaded = make_replay()
     loaded.load(tmp_path, replay.save(tmp_path))
     assert_same_content(loaded, replay)
@@ -667,7 +792,7 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("victim", ["chunk", "counters"])
+@pytest.mark.parametrize("victim", ["rows", "counters", "finals"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -680,10 +805,10 @@ def flip_bit(path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path, victim, damage, message):
     """One line that names the file; the buffer is empty afterwards and can load a good save."""
     replay = make_replay()
-    fill(replay, 10)
+    fill_with_ends(replay, 10)
     good = replay.save(tmp_path / "good")
     manifest = replay.save(tmp_path)
-    name = (manifest["chunks"][0] if victim == "chunk" else manifest["counters"])["name"]
+    name = victim_entry(manifest, victim)["name"]
     damage(tmp_path / name)
     loaded = make_replay()
     fill(loaded, 20)
@@ -746,24 +871,30 @@ def test_altered_manifests_are_refused_or_harmless(saved_replay, data):
         assert_same_content(loaded, replay)
 
 
+def victim_entry(manifest: dict, victim: str) -> dict:
+    return {"rows": manifest["chunks"][0], "counters": manifest["counters"], "finals": manifest["finals"][0]}[victim]
+
+
 def with_digest_of(manifest: dict, victim: str, content: bytes) -> dict:
     """The manifest as if `content` were what was saved: an attacker can compute checksums, too."""
     altered = json_copy(manifest)
-    entry = altered["chunks"][0] if victim == "rows" else altered["counters"]
+    entry = victim_entry(altered, victim)
     entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     return altered
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("victim", ["rows", "counters", "rows, digest right", "counters, digest right", "manifest"])
+@pytest.mark.parametrize(
+    "victim",
+    ["rows", "counters", "finals", "rows, digest right", "counters, digest right", "finals, digest right", "manifest"],
+)
 def test_mutated_replay_files_give_clean_errors_or_possible_rows(saved_replay, tmp_path, victim, count):
     """Whatever is done to a file: one line, or a buffer whose every row could have been appended."""
     folder, manifest, _ = saved_replay
     kind, right_digest = victim.split(",")[0], victim.endswith("right")
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    entry = manifest["chunks"][0] if kind == "rows" else manifest["counters"]
-    path = tmp_path / entry["name"]
+    path = tmp_path / victim_entry(manifest, "rows" if kind == "manifest" else kind)["name"]
     original = json.dumps(manifest).encode() if kind == "manifest" else path.read_bytes()
     rng, refused = random.Random(3), 0
     for _ in range(count):
@@ -786,6 +917,9 @@ def test_mutated_replay_files_give_clean_errors_or_possible_rows(saved_replay, t
             assert len(loaded) == 16
             for name, field in loaded._fields.items():
                 assert field.complaint(loaded._data[name].numpy()) is None
+            numbers = [number for _, number in loaded._finals]
+            assert numbers == sorted(numbers)
+            assert all(ring == 0 and loaded._oldest() <= number < loaded._written for ring, number in loaded._finals)
     assert refused > count // 20
 
 
@@ -794,9 +928,9 @@ def saved_replay(tmp_path_factory):
     """A wrapped buffer saved in two steps: folder, manifest, buffer."""
     folder = tmp_path_factory.mktemp("saved")
     replay = make_replay(capacity=16, batch_length=3)
-    fill(replay, 14)
+    fill_with_ends(replay, 14)
     replay.save(folder)
-    fill(replay, 8, start=14)
+    fill_with_ends(replay, 8, start=14)
     return folder, json_copy(replay.save(folder)), replay
 
 

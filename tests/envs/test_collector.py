@@ -3,11 +3,13 @@
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from env_wrapper import Episode
 from envs.collector import Collector, FinishedEpisode
 from envs.parallel import StepResult, VectorEnv, WorkerFailed
 from envs.toy import Catch
+from replay_buffer import ReplayBuffer
 
 
 class ScriptedEnv:
@@ -86,6 +88,9 @@ def test_rows_boundaries_and_terminations(is_known):
     assert [bool(r.termination[0]) for r in rows] == [False, True, False, False, False, True, False]
     assert [int(r.action[0]) for r in rows] == list(range(7))
     assert [float(r.reward[0]) for r in rows] == [1, 2, 3, 4, 5, 6, 7]
+    finals = [{env: int(frame.flat[0]) for env, frame in r.final_obs.items()} for r in rows]
+    assert finals == [{}, {}, {}, {0: 4}, {}, {0: 6}, {}]  # not of the lost life: its next observation is a row
+    assert not any(r.abandoned_obs for r in rows)
     assert actor.seen == [(int(r.obs.flat[0]), bool(r.is_first[0])) for r in rows]
     assert finished == [FinishedEpisode(40.0, 4), FinishedEpisode(60.0, 6)]
 
@@ -122,6 +127,31 @@ def test_environments_without_a_state_begin_a_new_episode():
     assert state["env"] is None
     fresh = Collector(ScriptedEnv(), actor)
     assert fresh.load_state_dict(state) is False
+    fresh.send(explore=False)
+    assert fresh.receive().abandoned_obs == {}  # the saved state was an episode's beginning
+
+
+def test_the_episode_that_a_resumed_run_leaves_has_a_final_observation():
+    """It ended with the newest row of the replay, and what that row led to is known: once."""
+
+    class Memory:
+        def tensors(self):
+            return {}
+
+    actor = CountingActor()
+    actor.init_state = lambda obs: Memory()
+    collector = Collector(ScriptedEnv(), actor)
+    for _ in range(3):
+        collector.send(explore=False)
+        collector.receive()
+    fresh = Collector(ScriptedEnv(), actor)
+    assert fresh.load_state_dict(collector.state_dict()) is False
+    rows = []
+    for _ in range(2):
+        fresh.send(explore=False)
+        rows.append(fresh.receive())
+    assert {env: int(frame.flat[0]) for env, frame in rows[0].abandoned_obs.items()} == {0: 3}
+    assert rows[0].is_first.all() and rows[1].abandoned_obs == {}
 
 
 class Witness(gymnasium.Wrapper):
@@ -141,7 +171,8 @@ class Witness(gymnasium.Wrapper):
         if self.count in self.fatal:
             raise RuntimeError("emulator on fire")
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self.seen.append((self.obs.tobytes(), int(action), float(reward), bool(terminated), self.is_first))
+        transition = (self.obs.tobytes(), int(action), float(reward), bool(terminated), self.is_first, obs.tobytes())
+        self.seen.append(transition)
         self.obs, self.is_first = obs, False
         return obs, reward, terminated, truncated, info
 
@@ -187,10 +218,34 @@ def test_a_step_that_did_not_happen_is_no_row(fatal, restarts):
         for r in rows
         for i in range(2)
     ]
-    assert sorted(stored) == sorted(happened)
+    assert sorted(stored) == sorted(transition[:5] for transition in happened)
     for earlier, later, (obs, forgets) in zip(rows, rows[1:], shown[1:], strict=False):
         assert (later.is_first >= earlier.termination).all()
         assert (forgets >= later.is_first).all() or not np.array_equal(obs, later.obs)
+
+
+@pytest.mark.parametrize(
+    "fatal", [[()], [(), (5,)], [(), (12,), (9,), (1,), (1,)], [(), (1,), (1,)], [(), (10,), (19,)]]
+)
+def test_what_each_action_led_to_is_in_the_replay(fatal):
+    """The next row's observation, or where an episode ended, also by a fault, its final one."""
+    rows, happened, _, _ = collect(fatal, 30)
+    replay = ReplayBuffer(
+        capacity=60, num_envs=2, obs_shape=(16, 16, 3), action_shape=(), device="cpu", out_device="cpu", batch_size=1,
+        batch_length=1, imagine_batch_size=1, context_length=1, sampling="uniform", tau=1, imagination_tau=1, alpha=1,
+        beta=1,
+    )  # fmt: skip
+    for row in rows:
+        replay.append(*row)
+    for env in range(2):
+        batch = replay.read_again(torch.tensor([[env, 0]]), 30)
+        _, steps, frames = replay.final_obs(batch)
+        assert steps[steps < 29].tolist() == batch.is_first[0, 1:].nonzero().flatten().tolist()
+        led_to = dict(enumerate(batch.obs[0, 1:])) | dict(zip(steps.tolist(), frames, strict=True))
+        for step, after in led_to.items():
+            before, action, after = batch.obs[0, step].numpy().tobytes(), batch.action[0, step], after.numpy().tobytes()
+            happened.remove(next(t for t in happened if (t[0], t[1], t[5]) == (before, action, after)))
+    assert len(happened) == sum(env not in rows[-1].final_obs for env in range(2))  # the newest rows'
 
 
 def test_the_actor_forgets_what_the_failed_environment_showed():
