@@ -33,6 +33,7 @@ PASSING_BLOCK = 1024
 ADDING_BLOCK = 512
 PROGRAMS_PER_SM = 4                    # spans are split until the walk has about so many programs
 MIN_CHUNKS_IN_SPAN = 4
+BACKWARD_PROGRAMS_PER_SM = 8           # at least so many, before one takes several heads of a group
 
 
 class Tiles(NamedTuple):
@@ -99,6 +100,14 @@ def chunks_in_span(chunks: int, programs: int, device: torch.device) -> int:
     return max(min(chunks, MIN_CHUNKS_IN_SPAN), ceil_div(chunks, wanted))
 
 
+@lru_cache(maxsize=256)
+def heads_of_program(heads: int, group: int, others: int, device: torch.device) -> int:
+    """Heads that one program of the backward pass takes, of `group` that share B and C, so that their shares of dB and
+    dC stay on chip; `others` is the number of programs for one head."""
+    most = heads * others // (BACKWARD_PROGRAMS_PER_SM * _multiprocessors(device))
+    return max(count for count in range(1, group + 1) if group % count == 0 and count <= max(1, most))
+
+
 class _Call:
     """One call's tensors as the kernels take them: last axes dense, strides of the others, the plan, common flags."""
 
@@ -124,7 +133,7 @@ class _Call:
         return self.x.new_empty(self.batch, spans, self.heads, self.headdim, self.state, dtype=torch.float32)
 
     def states(self, tiles, rows, z, columns, span, entering, *, reverse=False, ends=None, each=None, last=None,
-               decay=None):  # fmt: skip
+               decay=None, precise=True):  # fmt: skip
         """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
         spans = ceil_div(self.length, tiles.rows * span) if ends is None else ends.shape[0] - 1
         blocks = ceil_div(self.headdim, tiles.p) * ceil_div(self.state, tiles.n)
@@ -137,7 +146,7 @@ class _Call:
         )  # fmt: skip
         constants = (
             *self.sizes, *tiles[:3], *self.rules, z is not None, *self.has, entering is not None, reverse,
-            ends is not None, each is not None, last is not None, decay is not None,
+            ends is not None, each is not None, last is not None, decay is not None, precise,
         )  # fmt: skip
         _launch(_states_kernel, (self.heads * blocks, spans, self.batch), tensors, numbers, constants, tiles)
 
@@ -149,7 +158,7 @@ class _Call:
         grid = (ceil_div(size, PASSING_BLOCK), self.heads, self.batch)
         _launch(_passing_kernel, grid, (states, decay, initial, last), numbers, constants, PLAIN)
 
-    def walk_start(self, tiles, span, rows, z, columns, first, *, reverse=False, last=None):
+    def walk_start(self, tiles, span, rows, z, columns, first, *, reverse=False, last=None, precise=True):
         """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
 
         `last` (B, H, P, N), if given, gets what is left after all spans, where there is more than one."""
@@ -158,7 +167,7 @@ class _Call:
             return None if first is None else first.unsqueeze(1)
         states = self.state_like(spans)
         decay = self.x.new_empty(self.batch, spans, self.heads, dtype=torch.float32)
-        self.states(tiles, rows, z, columns, span, None, reverse=reverse, last=states, decay=decay)
+        self.states(tiles, rows, z, columns, span, None, reverse=reverse, last=states, decay=decay, precise=precise)
         self.pass_on(states, decay, first, reverse=reverse, last=last)
         return states
 
@@ -230,7 +239,7 @@ def _scan(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
     span = call.span_for(tiles)
-    entering = call.walk_start(plan.states, span, call.x, None, call.B, call.initial)
+    entering = call.walk_start(plan.states, span, call.x, None, call.B, call.initial, precise=False)
     spans = ceil_div(call.length, tiles.rows * span)
     grid = (call.heads * ceil_div(call.headdim, tiles.p), spans, call.batch)
     tensors = (
@@ -279,9 +288,11 @@ def _scan_backward(
     nothing = x.new_empty(0)
     dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
     dz = None if z is None else z.new_empty(z.shape)
-    shared = call.groups < heads
+    together = heads_of_program(heads, heads // call.groups, chunks * batch, x.device)
+    shares = heads // together
+    alone = call.groups == heads
     dB, dC = (
-        t.new_empty(batch, length, heads, call.state, dtype=torch.float32 if shared else t.dtype) for t in (B, C)
+        t.new_empty(batch, length, shares, call.state, dtype=t.dtype if alone else torch.float32) for t in (B, C)
     )
     dA, dbias, dD = (
         None if t is None else x.new_empty(batch * chunks, *t.shape, dtype=torch.float32) for t in (A, dt_bias, D)
@@ -291,25 +302,25 @@ def _scan_backward(
         dx, ddt, dB, dC, dz, dA, dD, dbias,
     )  # fmt: skip
     numbers = (
-        dt_min, dt_max, length, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3), *_strides(call.seq_idx, 1),
-        *_state_strides(entering), *_state_strides(leaving), *dout.stride()[:3],
+        dt_min, dt_max, length, together, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
+        *_strides(call.seq_idx, 1), *_state_strides(entering), *_state_strides(leaving), *dout.stride()[:3],
     )  # fmt: skip
     constants = (
-        *call.sizes, *tiles[:3], *call.rules, D is not None, D is not None and D.dim() == 2, z is not None, *call.has,
-        entering is not None, leaving is not None,
+        *call.sizes, shares, *tiles[:3], *call.rules, D is not None, D is not None and D.dim() == 2, z is not None,
+        *call.has, entering is not None, leaving is not None,
     )  # fmt: skip
-    _launch(_scan_backward_kernel, (heads, chunks, batch), tensors, numbers, constants, tiles)
-    if shared:
+    _launch(_scan_backward_kernel, (shares, chunks, batch), tensors, numbers, constants, tiles)
+    if not alone:
         dB, dC = _add_heads(dB, dC, B, C)
     dA, dbias, dD = (
-        nothing if t is None else shares.sum(0).to(t.dtype)
-        for shares, t in ((dA, A), (dbias, dt_bias), (dD, D))
+        nothing if t is None else of_chunks.sum(0).to(t.dtype)
+        for of_chunks, t in ((dA, A), (dbias, dt_bias), (dD, D))
     )
     return dx, ddt, dA, dB, dC, dD, nothing if dz is None else dz, dbias, dinitial
 
 
 def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """dB, dC (B, L, G, N) from the heads' shares (B, L, H, N)."""
+    """dB, dC (B, L, G, N) from the shares of some heads each (B, L, SHARES, N)."""
     dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
     grid = (ceil_div(B.numel(), ADDING_BLOCK), 2, 1)
     constants = (dB_shares.shape[2] // B.shape[2], B.shape[3], ADDING_BLOCK)

@@ -145,6 +145,16 @@ def test_spans_of_chunks_change_nothing(spans, monkeypatch):
 
 
 @runs
+@pytest.mark.parametrize("groups, together", [(1, 4), (1, 2), (2, 2)])
+def test_heads_that_share_a_program_change_nothing(groups, together, monkeypatch):
+    """Backward's programs take one head, or several of a group after one another."""
+    from mamba_ssm.ops.triton import ssd_triton
+
+    monkeypatch.setattr(ssd_triton, "heads_of_program", lambda heads, group, others, device: together)
+    check(inputs(length=20, heads=4, groups=groups, state=5), chunk_size=16)
+
+
+@runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype):
     t = inputs(1, 40, dtype, optional=("D", "z", "dt_bias"))
