@@ -58,7 +58,7 @@ from utils import (
 
 logger = logging.getLogger("drama.train")
 
-PICTURE_SEQUENCES = 4
+PICTURE_SEQUENCES, PICTURE_FINAL_FRAMES = 4, 16
 FIXED_KEYS = (
     "BasicSettings.Env_name",
     "JointTrainAgent.NumEnvs",
@@ -257,10 +257,15 @@ def save(
             batch = replay.recent_sequences(PICTURE_SEQUENCES, length)
             reconstruction = world_model.reconstruct(batch.obs).cpu().numpy()
             prediction = world_model.predict_open_loop(batch, training.ImagineContextLength).cpu().numpy()
+            final_obs = replay.recent_final_obs(PICTURE_FINAL_FRAMES).unsqueeze(0)
+            final_reconstruction = world_model.reconstruct(final_obs).cpu().numpy() if final_obs.numel() else None
         obs, is_first = batch.obs.cpu().numpy(), batch.is_first.cpu().numpy()
         open_loop = open_loop_picture(obs, prediction, training.ImagineContextLength, is_first)
         run.save_picture(f"reconstruction_{step:09d}", reconstruction_picture(obs, reconstruction))
         run.save_picture(f"open_loop_{step:09d}", open_loop)
+        if final_reconstruction is not None:
+            final = reconstruction_picture(final_obs.cpu().numpy(), final_reconstruction)
+            run.save_picture(f"final_obs_{step:09d}", final)
 
 
 def restore(

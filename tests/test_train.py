@@ -97,6 +97,7 @@ def test_every_combination_resumes_bit_for_bit(tmp_path, backbone, policy):
         "learning_curve.png",
         "reconstruction_000000080.png",
         "open_loop_000000080.png",
+        "final_obs_000000080.png",
     }
 
 
