@@ -21,6 +21,8 @@ _CAPTION = 16  # pixels of a line of text
 _SEPARATOR = 2  # pixels between frames
 _VIEWABLE = 96  # pixels that a frame is enlarged to, at least
 _COLUMNS = 16  # frames of a sequence that a picture shows
+_PAGE_WIDTH = 1180  # pixels of a page's column, see tools/report.py
+_WEBP_QUALITIES = (85, 60)
 _PNG_LEVEL = 3  # of zlib: half the size of OpenCV's own choice for pictures like these, a tenth of a second each
 
 
@@ -31,6 +33,22 @@ def save_png(path: str | Path, image: np.ndarray) -> None:
     if not encoded:
         raise ValueError(f"save_png: an image of shape {image.shape} can't be written as png")
     write_atomic(path, data.tobytes())
+
+
+def small_webp(png: bytes, limit: int) -> bytes:
+    """A picture's file as WebP of at most `limit` bytes: as wide as a page shows, then coarser, then smaller."""
+    image = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR) if png else None
+    if image is None:
+        raise ValueError("not a picture that can be read")
+    width = min(image.shape[1], _PAGE_WIDTH)
+    while True:
+        height = max(1, round(image.shape[0] * width / image.shape[1]))
+        shrunk = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+        for quality in _WEBP_QUALITIES:
+            data = cv2.imencode(".webp", shrunk, [cv2.IMWRITE_WEBP_QUALITY, quality])[1].tobytes()
+            if len(data) <= limit or width == 1:
+                return data
+        width = max(1, width * 2 // 3)
 
 
 def tile(

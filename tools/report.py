@@ -30,6 +30,7 @@ from tools.aggregates import (
     why_no_aggregates,
 )
 from tools.checkpoints import write_atomic
+from tools.pictures import small_webp
 from tools.results import CARD, Result, ResultError, Score, collect, duration, grouped, machine, write_card
 from tools.run import RECENT_EPISODES, bootstrap_interval
 
@@ -44,7 +45,8 @@ PUBLISHED = {
 METHODS = [column for column in PUBLISHED if column not in ("random", "human")]
 BARS = ("drama_mamba2", "dreamerv3_2025")
 BEGIN, END = "<!-- results: made by eval.py, do not edit -->", "<!-- end of results -->"
-PICTURED_RUNS = 12  # whose sample pictures go into the page
+PICTURED_RUNS = 6  # whose sample pictures go into the page
+SAMPLE_BYTES = 2_400_000  # of all sample pictures together, before base64 makes them a third larger
 THRESHOLDS = np.linspace(0, 2, 81)  # of the performance profile
 
 
@@ -259,8 +261,9 @@ def improvement_table(benchmark: Benchmark) -> Table:
 @dataclass(frozen=True)
 class Picture:
     caption: str
-    file: str  # its name in the report's folder
-    data: bytes  # PNG
+    data: bytes
+    file: str | None = None  # its name in the report's folder; None: it stands in the page alone
+    kind: str = "png"
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,7 @@ class Section:
 
 def build_sections(results: Sequence[Result]) -> list[Section]:
     """The whole report, figures drawn."""
-    curves = Picture("Return of training episodes", "figures/learning_curves.png", figures.learning_curves(results))
+    curves = Picture("Return of training episodes", figures.learning_curves(results), "figures/learning_curves.png")
     sections = [
         Section("Scores", _honesty(results), [score_table(results)]),
         Section("Learning curves", _CURVES, [], [curves]),
@@ -293,7 +296,7 @@ _CURVES = (
 _SAMPLES = (
     "Reconstructions: frames, what the decoder made of them, the difference. Open-loop predictions: after the line the "
     "model gets the actions that were taken, and no frames. Imagined rollouts: after the line the policy plays inside "
-    "the model alone."
+    "the model alone. Shrunk to fit a page; the originals are in the folders of the runs."
 )
 
 
@@ -323,7 +326,7 @@ def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
     if not benchmark.scores:
         return []
     bars = figures.game_bars(benchmark.means(), BARS, PUBLISHED)
-    sections = [Section("By game", "", [], [Picture(_BARS_CAPTION, "figures/games.png", bars)])]
+    sections = [Section("By game", "", [], [Picture(_BARS_CAPTION, bars, "figures/games.png")])]
     if len(benchmark.games()) < 2:
         return sections
     obstacle = why_no_aggregates()
@@ -333,21 +336,25 @@ def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
     estimates = {setting: aggregates(matrix) for setting, matrix in matrices.items()}
     profiles = {setting: performance_profile(matrix, THRESHOLDS) for setting, matrix in matrices.items()}
     drawn = [
-        Picture("Aggregates", "figures/aggregates.png", figures.aggregate_intervals(estimates)),
-        Picture("Performance profiles", "figures/profiles.png", figures.performance_profiles(profiles, THRESHOLDS)),
+        Picture("Aggregates", figures.aggregate_intervals(estimates), "figures/aggregates.png"),
+        Picture("Performance profiles", figures.performance_profiles(profiles, THRESHOLDS), "figures/profiles.png"),
     ]
     tables = [aggregate_table(benchmark, estimates), improvement_table(benchmark)]
     return [*sections, Section("Aggregates", "", tables, drawn)]
 
 
 def _sample_pictures(results: Sequence[Result]) -> list[Picture]:
-    """Pictures of the first seed of each environment and setting."""
+    """Pictures of the first seed of each environment and setting, small enough to send the page by mail."""
     shown = [seeds[0] for seeds in grouped(results).values()][:PICTURED_RUNS]
+    found = [(result, caption, path) for result in shown for caption, path in result.pictures().items()]
     pictures = []
-    for number, result in enumerate(shown):
-        for caption, path in result.pictures().items():
-            where = f"{result.game}, {result.setting}, seed {result.seed}: {caption.lower()}"
-            pictures.append(Picture(where, f"figures/sample_{number}_{path.name}", path.read_bytes()))
+    for result, caption, path in found:
+        where = f"{result.game}, {result.setting}, seed {result.seed}: {caption.lower()}"
+        try:
+            data = small_webp(path.read_bytes(), SAMPLE_BYTES // len(found))
+        except ValueError as error:
+            raise ResultError(f"{path}: {error}") from None
+        pictures.append(Picture(where, data, kind="webp"))
     return pictures
 
 
@@ -371,7 +378,7 @@ def html_page(title: str, sections: Sequence[Section]) -> str:
         for picture in section.pictures:
             data = base64.b64encode(picture.data).decode()
             caption = _text(picture.caption)
-            image = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+            image = f'<img alt="{caption}" src="data:image/{picture.kind};base64,{data}">'
             parts.append(f"<figure><figcaption>{caption}</figcaption>{image}</figure>")
     return _PAGE.format(title=_text(title), body="\n".join(parts))
 
@@ -413,7 +420,7 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
     """The same in Markdown, with pictures in files beside it; sample pictures stay in the HTML page."""
     parts = [f"# {title}"]
     for section in sections:
-        shown = [picture for picture in section.pictures if not picture.file.startswith("figures/sample_")]
+        shown = [picture for picture in section.pictures if picture.file is not None]
         if section.pictures and not shown:  # samples
             continue
         parts.append(f"## {section.title}")
@@ -431,7 +438,7 @@ def write_report(results: Sequence[Result], out: Path, title: str) -> None:
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for section in sections:
         for picture in section.pictures:
-            if not picture.file.startswith("figures/sample_"):
+            if picture.file is not None:
                 write_atomic(out / picture.file, picture.data)
     write_atomic(out / "report.html", html_page(title, sections).encode())
     write_atomic(out / "report.md", markdown_page(title, sections).encode())

@@ -4,6 +4,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 
@@ -66,12 +67,40 @@ def test_the_page_needs_nothing_else(sections):
     page = html_page("A <title> & more", sections)
     references = References()
     references.feed(page)
-    assert references.found and all(value.startswith("data:image/png;base64,") for value in references.found)
+    kinds = {value[: value.index(",")] for value in references.found}
+    assert kinds == {"data:image/png;base64", "data:image/webp;base64"}
     assert not references.tags & {"script", "link", "iframe", "object", "embed"}
     assert "url(" not in page and "@import" not in page and "http" not in re.sub(r'base64,[^"]+', "", page)
     assert "A &lt;title&gt; &amp; more" in page
     for title in ("Scores", "Learning curves", "By game", "Aggregates", "What the models see", "Settings and runs"):
         assert f"<h2>{title}</h2>" in page
+
+
+def test_a_page_of_four_runs_can_be_sent_by_mail(tmp_path):
+    """Pictures of noise, as an untrained model's are, compress worst."""
+    rng = np.random.default_rng(0)
+    kinds = ("pictures/reconstruction_9.png", "pictures/open_loop_9.png", "eval/step_000001000/imagined.png")
+    cv2.imwrite(str(tmp_path / "noise.png"), rng.integers(0, 256, (360, 400, 3), dtype=np.uint8))
+    noise = (tmp_path / "noise.png").read_bytes()
+    assert len(noise) * 12 > 5_000_000
+    for number, game in enumerate(("Pong", "Boxing", "Breakout", "Alien")):
+        folder = make_result(tmp_path / str(number), f"ALE/{game}-v5", returns=[1.0, 2.0], evaluation=[3.0])
+        for kind in kinds:
+            (folder / kind).write_bytes(noise)
+    sections = build_sections(collect([tmp_path]))
+    assert len(html_page("Title", sections)) < 5_000_000
+    pictures = next(section.pictures for section in sections if section.title == "What the models see")
+    assert len(pictures) == 12
+    shown = cv2.imdecode(np.frombuffer(pictures[0].data, np.uint8), cv2.IMREAD_COLOR)
+    assert shown.shape[1] > 300 and shown.std() > 10, "still to be looked at"
+
+
+def test_a_damaged_picture_is_named(tmp_path):
+    folder = make_result(tmp_path / "run")
+    for data in (b"", b"no picture"):
+        (folder / "pictures" / "open_loop_000002000.png").write_bytes(data)
+        with pytest.raises(ResultError, match=r"open_loop_000002000\.png: not a picture"):
+            build_sections(collect([tmp_path]))
 
 
 def test_scores_stand_beside_the_published_ones(results):
