@@ -46,8 +46,8 @@ class RecurrentMixer(nn.Module):
         device = weight.device if device is None else device
         conv_shape, ssm_shape = self.state_shapes()
         ssm_dtype = accumulate_dtype(weight) if dtype is None else dtype
-        conv_state = torch.zeros(batch_size, *conv_shape, dtype=weight.dtype if dtype is None else dtype, device=device)
-        ssm_state = torch.zeros(batch_size, *ssm_shape, dtype=ssm_dtype, device=device)
+        conv_state = torch.empty(batch_size, *conv_shape, dtype=weight.dtype if dtype is None else dtype, device=device)
+        ssm_state = torch.empty(batch_size, *ssm_shape, dtype=ssm_dtype, device=device)
         self._start(conv_state, ssm_state)
         return conv_state, ssm_state
 
