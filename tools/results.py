@@ -25,7 +25,14 @@ from envs.my_atari import game_of, human_normalised_score, reference_scores
 from tools.checkpoints import CheckpointError, read_json, read_model, write_atomic
 from tools.export import export_model
 from tools.provenance import ORIGIN
-from tools.run import EPISODE_RETURN, REPORTED_EPISODES, TOTAL_SECONDS, bootstrap_interval, read_metrics
+from tools.run import (
+    EPISODE_RETURN,
+    REPORTED_EPISODES,
+    STEPS_PER_SECOND,
+    TOTAL_SECONDS,
+    bootstrap_interval,
+    read_metrics,
+)
 from utils import (
     RUN_CONFIG_NAME,
     Config,
@@ -64,6 +71,10 @@ SAME_SETTING = (
     "BasicSettings.Device", "BasicSettings.Use_cg", "BasicSettings.Compile", "BasicSettings.ReplayBufferOnGPU",
     "BasicSettings.Kernels", "BasicSettings.Deterministic", "JointTrainAgent.SaveEverySteps",
     "JointTrainAgent.SaveModels", "JointTrainAgent.LogEverySteps", "n",
+)  # fmt: skip
+HOW_LONG = (  # keys in which a run that was extended differs from a copy that was made before
+    "JointTrainAgent.SampleMaxSteps", "JointTrainAgent.FreezeWorldModelAfterSteps",
+    "JointTrainAgent.FreezeBehaviourAfterSteps",
 )  # fmt: skip
 SAME_SETTING_SECTIONS = ("Evaluate.", "Wandb.")
 
@@ -148,7 +159,7 @@ class Result:
 
 
 def collect(paths: Iterable[str | Path]) -> list[Result]:
-    """The results in the folders and below them, each once, settings labelled.
+    """The results in the folders and below them, each once, settings labelled; of a run and its copies the furthest.
 
     Raises:
         ResultError: a path does not exist, or there is no result at all.
@@ -162,7 +173,29 @@ def collect(paths: Iterable[str | Path]) -> list[Result]:
             raise ResultError(f"{path}: no run in it or below it: none has {RUN_CONFIG_NAME} and metrics.jsonl")
         for folder in found:
             folders.setdefault(folder.resolve(), folder)
-    return label_settings([read_result(folder) for folder in folders.values()])
+    return label_settings(without_copies([read_result(folder) for folder in folders.values()]))
+
+
+def without_copies(results: Iterable[Result]) -> list[Result]:
+    """One result for each run: a stored copy beside the run itself would count as another seed."""
+    kept: dict[Any, Result] = {}
+    for result in results:
+        mark = _mark(result)
+        known = kept.setdefault(mark, result)
+        if known is not result:
+            further = (result.steps, result.evaluation is not None) > (known.steps, known.evaluation is not None)
+            kept[mark], other = (result, known) if further else (known, result)
+            logger.warning("%s is left out: it is the run of %s", other.folder, kept[mark].folder)
+    return list(kept.values())
+
+
+def _mark(result: Result) -> Any:
+    """Equal for copies of a run, also where one of them went on: how long its first lines took no other run repeats."""
+    steps, rates = result.metrics.get(STEPS_PER_SECOND, ((), ()))
+    if not len(steps):
+        return id(result)
+    setting = tuple(value for key, value in _method_keys(result.config).items() if key not in HOW_LONG)
+    return result.env, result.seed, str(setting), int(steps[0]), float(rates[0])
 
 
 def _is_result(folder: Path) -> bool:

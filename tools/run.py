@@ -68,6 +68,7 @@ logger = logging.getLogger("drama.tools")
 
 EPISODE_RETURN = "episode/return"  # logged once for each episode that ends
 EVALUATION_RETURN = "evaluation/return_mean"
+STEPS_PER_SECOND = "time/steps_per_second"
 TOTAL_SECONDS = "time/total_seconds"  # wall time of all processes of the run so far
 PARTIAL_INTERVAL = "time/partial_interval"  # marks the line of a log interval that the run ended in
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.test_train import run_training
 from tests.tools.made_results import make_result
 from tools.checkpoints import read_model
 from tools.results import ResultError, card, collect, duration, grouped, machine, read_result, store_run
+from train import main
 
 
 def test_runs_are_found_below_a_folder_and_once(tmp_path):
@@ -22,6 +24,28 @@ def test_runs_are_found_below_a_folder_and_once(tmp_path):
     assert [(r.folder.name, r.seed, r.setting) for r in results] == [("one", 0, "default"), ("two", 1, "default")]
     (tmp_path / "link").symlink_to(tmp_path / "sweep" / "runs" / "a")
     assert len(collect([tmp_path / "sweep", tmp_path / "link", os.path.relpath(tmp_path / "sweep")])) == 2
+
+
+def test_a_run_and_its_stored_copy_are_one_seed(tmp_path, caplog):
+    """They would halve the interval. A copy that was made early gives way, another run of the same seed does not."""
+    run = run_training(tmp_path / "runs", "--JointTrainAgent.SampleMaxSteps", 40)
+    store_run(run, tmp_path / "stored")
+    (result,) = collect([tmp_path / "stored", run])
+    assert result.folder == tmp_path / "stored" and f"{run} is left out: it is the run of" in caplog.text
+    assert main(["--resume", str(run), "--JointTrainAgent.SampleMaxSteps", "80"]) == 0
+    other = run_training(tmp_path / "others", "--JointTrainAgent.SampleMaxSteps", 40)
+    assert {result.folder for result in collect([tmp_path])} == {run, other}
+    branch = tmp_path / "branch"
+    shutil.copytree(run, branch)
+    text = (branch / "config.yaml").read_text()
+    (branch / "config.yaml").write_text(text.replace("Tau: 10.0", "Tau: 5.0"))
+    assert {result.folder for result in collect([tmp_path])} == {run, other, branch}
+
+
+def test_runs_of_which_nothing_was_timed_are_kept(tmp_path):
+    for name in "ab":
+        make_result(tmp_path / name)
+    assert len(collect([tmp_path])) == 2
 
 
 def test_what_is_no_result_is_named(tmp_path):
