@@ -115,24 +115,10 @@ def test_environments_wait_for_an_action_that_is_not_known_yet(is_known):
         assert env.begun == step + 1
 
 
-def test_environments_without_a_state_begin_a_new_episode():
-    class Memory:
-        def tensors(self):
-            return {}
-
-    actor = CountingActor()
-    actor.init_state = lambda obs: Memory()
-    collector = Collector(ScriptedEnv(), actor)
-    state = collector.state_dict()
-    assert state["env"] is None
-    fresh = Collector(ScriptedEnv(), actor)
-    assert fresh.load_state_dict(state) is False
-    fresh.send(explore=False)
-    assert fresh.receive().abandoned_obs == {}  # the saved state was an episode's beginning
-
-
-def test_the_episode_that_a_resumed_run_leaves_has_a_final_observation():
-    """It ended with the newest row of the replay, and what that row led to is known: once."""
+@pytest.mark.parametrize(("steps", "left"), [(0, {}), (3, {0: 3}), (4, {})])
+def test_environments_without_a_state_begin_a_new_episode(steps, left):
+    """The one that is left ended with the newest row, and what that led to is known: told once, and not of an episode
+    that ended by itself."""
 
     class Memory:
         def tensors(self):
@@ -140,17 +126,18 @@ def test_the_episode_that_a_resumed_run_leaves_has_a_final_observation():
 
     actor = CountingActor()
     actor.init_state = lambda obs: Memory()
-    collector = Collector(ScriptedEnv(), actor)
-    for _ in range(3):
+    collector, resumed = Collector(ScriptedEnv(), actor), Collector(ScriptedEnv(), actor)
+    for _ in range(steps):
         collector.send(explore=False)
         collector.receive()
-    fresh = Collector(ScriptedEnv(), actor)
-    assert fresh.load_state_dict(collector.state_dict()) is False
+    state = collector.state_dict()
+    assert state["env"] is None
+    assert resumed.load_state_dict(state) is False
     rows = []
     for _ in range(2):
-        fresh.send(explore=False)
-        rows.append(fresh.receive())
-    assert {env: int(frame.flat[0]) for env, frame in rows[0].abandoned_obs.items()} == {0: 3}
+        resumed.send(explore=False)
+        rows.append(resumed.receive())
+    assert {env: int(frame.flat[0]) for env, frame in rows[0].abandoned_obs.items()} == left
     assert rows[0].is_first.all() and rows[1].abandoned_obs == {}
 
 
