@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -221,14 +221,13 @@ def tables_of(evaluation: Evaluation, config: Config, step: int, device: torch.d
     return {"episodes.csv": table.encode(), "summary.json": json.dumps(summary, indent=2).encode()}
 
 
-def write_results(folder: Path, files: Mapping[str, bytes], evaluation: Evaluation, config: Config) -> None:
-    """The tables and episode.mp4."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        write_atomic(folder / name, data)
-    if evaluation.frames is not None:
-        fps = VIDEO_FPS.get(config.BasicSettings.Env_name.split("/")[0], DEFAULT_FPS)
-        save_mp4(folder / "episode.mp4", evaluation.frames, fps)
+def write_video(path: Path, evaluation: Evaluation, config: Config) -> None:
+    """The recorded episode; where it can't be written a warning, the scores stand without it."""
+    fps = VIDEO_FPS.get(config.BasicSettings.Env_name.split("/")[0], DEFAULT_FPS)
+    try:
+        save_mp4(path, evaluation.frames, fps)
+    except OSError as error:
+        logger.warning("%s is not written: %s", path, error)
 
 
 def print_table(evaluation: Evaluation) -> None:
@@ -325,9 +324,13 @@ def run_evaluation(saved: SavedModel, config: Config, device: torch.device) -> N
         dreams = imagined_frames(world_model, agent, config, evaluation, seed=saved.step)
     print_table(evaluation)
     folder = evaluation_folder(saved)
-    write_results(folder, tables_of(evaluation, config, saved.step, device), evaluation, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in tables_of(evaluation, config, saved.step, device).items():
+        write_atomic(folder / name, data)
     if dreams is not None:
         save_png(folder / "imagined.png", imagined_picture(*dreams))
+    if evaluation.frames is not None:
+        write_video(folder / "episode.mp4", evaluation, config)
     print(f"results are in {folder}")
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,20 @@ def test_command_line_writes_table_summary_and_video(run_folder, capsys):
     first = next(row for row in rows if row["environment"] == "0")
     frames = imageio.mimread(folder / "episode.mp4", memtest=False)
     assert len(frames) == int(first["length"]) + 1
+
+
+def test_a_machine_without_ffmpeg_keeps_its_scores(run_folder, monkeypatch, caplog):
+    """An evaluation of hours would be lost for want of a film."""
+
+    def nothing():
+        raise RuntimeError("No ffmpeg exe could be found.")
+
+    monkeypatch.setattr("tools.pictures.get_ffmpeg_exe", nothing)
+    folder = run_folder / "eval" / "step_000000080"
+    shutil.rmtree(folder, ignore_errors=True)
+    assert main([str(run_folder)]) == 0
+    assert {path.name for path in folder.iterdir()} == {"episodes.csv", "summary.json", "imagined.png"}
+    assert "episode.mp4 is not written: no ffmpeg" in caplog.text
 
 
 def test_the_same_command_gives_the_same_scores(run_folder):

@@ -12,7 +12,7 @@ from pathlib import Path
 import cv2
 import imageio.v2 as imageio
 import numpy as np
-from imageio_ffmpeg import count_frames_and_secs
+from imageio_ffmpeg import count_frames_and_secs, get_ffmpeg_exe
 
 from tools.checkpoints import write_atomic
 
@@ -180,6 +180,10 @@ def save_mp4(path: str | Path, frames: np.ndarray, fps: float = 15, scale: int |
     Odd sizes grow by a row or a column. scale: whole-number enlargement, None = enough to see small frames.
     """
     _check_frames(frames, 4, "save_mp4", channels=(1, 3))
+    try:
+        get_ffmpeg_exe()
+    except RuntimeError as error:  # which names no way out but imageio's own
+        raise OSError("no ffmpeg: pip install imageio-ffmpeg brings one, or set IMAGEIO_FFMPEG_EXE") from error
     scale = scale or max(1, math.ceil(_VIEWABLE / frames.shape[1]))
     path = Path(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.mp4")
