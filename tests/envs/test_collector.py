@@ -7,8 +7,12 @@ import torch
 
 from env_wrapper import Episode
 from envs.collector import Collector, FinishedEpisode
+from envs.common import EnvironmentUnavailable
+from envs.my_atari import Atari
+from envs.my_dmc import ControlTask
+from envs.my_memory_maze import MemoryMaze
 from envs.parallel import StepResult, VectorEnv, WorkerFailed
-from envs.toy import Catch
+from envs.toy import Catch, Reach
 from replay_buffer import ReplayBuffer
 
 
@@ -211,17 +215,67 @@ def test_a_step_that_did_not_happen_is_no_row(fatal, restarts):
         assert (forgets >= later.is_first).all() or not np.array_equal(obs, later.obs)
 
 
+def replay_of(num_envs, env):
+    """A buffer that holds 40 rows of each environment."""
+    return ReplayBuffer(
+        capacity=40 * num_envs, num_envs=num_envs, obs_shape=env.observation_space.shape,
+        action_shape=env.action_space.shape, device="cpu", out_device="cpu", batch_size=1, batch_length=1,
+        imagine_batch_size=1, context_length=1, sampling="uniform", tau=1, imagination_tau=1, alpha=1, beta=1,
+    )  # fmt: skip
+
+
+class ShortMaze(MemoryMaze):
+    def reset(self, **arguments):
+        obs, info = super().reset(**arguments)
+        self._env.env.env.env.env._time_limit = 0.6  # composer.Environment; 4 steps a second
+        return obs, info
+
+
+FAMILIES_WITH_A_SHORT_LIMIT = {
+    "atari": lambda: Atari("pong", 16, 4, 0.0, 0, max_raw_frames=12),
+    "dmc": lambda: ControlTask("pendulum", "swingup", 16, control_steps=6),
+    "memory_maze": lambda: ShortMaze("9x9", 16),
+    "registered": lambda: gymnasium.wrappers.TimeLimit(Catch(16), 3),
+    "toy": lambda: Reach(16),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if name == "memory_maze" else ()) for name in FAMILIES_WITH_A_SHORT_LIMIT],
+)
+def test_a_time_limit_is_no_termination_in_the_replay(family):
+    """Of any family: the value of going on stays, and what the last action led to is there to take it from."""
+    actor, limit = RandomActor(), 20 if family == "toy" else 3
+
+    def build(seed):
+        return Episode(FAMILIES_WITH_A_SHORT_LIMIT[family](), family, seed)
+
+    try:
+        env = VectorEnv(build, family, 1, 0, False, 0, 60.0)
+    except EnvironmentUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    actor.begin = lambda obs, state, is_first, explore: (Chosen(env.action_space.sample()[None]), state)
+    with env:
+        env.action_space.seed(0)
+        collector, replay = Collector(env, actor), replay_of(1, env)
+        for _ in range(2 * limit):
+            collector.send(explore=True)
+            replay.append(*collector.receive())
+    batch = replay.recent_sequences(1, 2 * limit)
+    final = replay.final_obs(batch)
+    assert not batch.termination.any()
+    assert batch.is_first[0].nonzero().flatten().tolist() == [0, limit]
+    assert final.step.tolist() == [limit - 1, 2 * limit - 1]
+
+
 @pytest.mark.parametrize(
     "fatal", [[()], [(), (5,)], [(), (12,), (9,), (1,), (1,)], [(), (1,), (1,)], [(), (10,), (19,)]]
 )
 def test_what_each_action_led_to_is_in_the_replay(fatal):
     """The next row's observation, or where an episode ended, also by a fault, its final one."""
     rows, happened, _, _ = collect(fatal, 30)
-    replay = ReplayBuffer(
-        capacity=60, num_envs=2, obs_shape=(16, 16, 3), action_shape=(), device="cpu", out_device="cpu", batch_size=1,
-        batch_length=1, imagine_batch_size=1, context_length=1, sampling="uniform", tau=1, imagination_tau=1, alpha=1,
-        beta=1,
-    )  # fmt: skip
+    replay = replay_of(2, Catch(16))
     for row in rows:
         replay.append(*row)
     for env in range(2):
