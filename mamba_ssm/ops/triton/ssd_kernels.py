@@ -94,6 +94,19 @@ def _steps(raw, rows, L, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMITED: tl.con
 
 
 @triton.jit
+def _slope_of_steps(dstep, raw, dt_min, dt_max, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr):
+    """The derivative of raw steps (Q) from that of Δ."""
+    if LIMITED:
+        unlimited = raw
+        if SOFTPLUS:
+            unlimited = softplus(raw)
+        dstep = tl.where((unlimited >= dt_min) & (unlimited <= dt_max), dstep, 0.0)
+    if SOFTPLUS:
+        dstep *= tl.where(raw > 20.0, 1.0, 1.0 / (1.0 + tl.exp(-raw)))
+    return dstep
+
+
+@triton.jit
 def _log_decay(step, A, seq_ptr, rows, stride, b, L, HAS_SEQ: tl.constexpr):
     """log-decay of each step (Q) in float64."""
     log_decay = tl.maximum(step * A, LOG_DECAY_FLOOR)
@@ -409,19 +422,92 @@ def _scan_backward_kernel(
             _store_tile(dB_ptr, rows, SHARES * N, ns, L, N, dB)
         tl.debug_barrier()                           # other threads read these shares for the next head
 
-        if LIMITED:
-            unlimited = raw
-            if SOFTPLUS:
-                unlimited = softplus(raw)
-            dstep = tl.where((unlimited >= dt_min) & (unlimited <= dt_max), dstep, 0.0)
-        if SOFTPLUS:
-            dstep *= tl.where(raw > 20.0, 1.0, 1.0 / (1.0 + tl.exp(-raw)))
+        dstep = _slope_of_steps(dstep, raw, dt_min, dt_max, SOFTPLUS, LIMITED)
         dstep = tl.where(rows < L, dstep, 0.0)
         tl.store(ddt_ptr + rows_of_head + rows.to(tl.int64) * H, dstep.to(ddt_ptr.dtype.element_ty), mask=rows < L)
 
         tl.store(dA_ptr + chunk_of_head, tl.sum(d_log_decay * step, 0))
         if HAS_BIAS:
             tl.store(dbias_ptr + chunk_of_head, tl.sum(dstep, 0))
+
+
+@triton.jit
+def _packed_backward_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, bias_ptr, initial_ptr, ends_ptr, dstates_ptr,
+    dx_ptr, ddt_ptr, dB_ptr, dinitial_ptr, direct_ptr, dA_ptr, dbias_ptr, dt_min, dt_max,
+    x_l, x_h, dt_l, dt_h, B_l, B_g, in_h,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr,
+):  # fmt: skip
+    """Derivatives of one head of one packed sequence, from that of the state after its last row. Grid (H, sequences).
+
+    With r_j the log-decay from row j to the end: dx_j = exp(r_j) Δ_j G B_j, dB_j = exp(r_j) Δ_j x_j G, and the
+    log-decay of step k is part of every row j < k: so the rows are walked over from the end, then from the start.
+    dB (L, H, N): each head's share; direct (L, H): what Δ_j gets for row j itself; dA, dbias (sequences, H)."""
+    h, s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    begin, end = tl.load(ends_ptr + s).to(tl.int32), tl.load(ends_ptr + s + 1).to(tl.int32)
+    chunks = tl.cdiv(end - begin, Q)
+    ps = tl.arange(0, BLOCK_P)
+    x_ptr += h * x_h
+    B_ptr += (h // R) * B_g
+    dt_ptr += h * dt_h
+    dstates_ptr += (s * H + h) * P * N
+    A = tl.load(A_ptr + h).to(tl.float32)
+    after = tl.zeros((), tl.float64)                                                      # behind this chunk
+    for i in range(chunks):
+        rows = begin + (chunks - 1 - i) * Q + tl.arange(0, Q)
+        step = _steps(_raw_steps(dt_ptr, bias_ptr, rows, dt_l, h, end, HAS_BIAS), rows, end, dt_min, dt_max,
+                      SOFTPLUS, LIMITED)  # fmt: skip
+        log_decay = _log_decay(step, A, dt_ptr, rows, 0, 0, end, False)
+        total = tl.sum(log_decay, 0)
+        reach = tl.exp((after + (total - tl.cumsum(log_decay, 0))).to(tl.float32))        # (Q)
+        after += total
+        x = _tile(x_ptr, rows, x_l, ps, end, P)                                           # (Q, BLOCK_P)
+        dx = tl.zeros((Q, BLOCK_P), tl.float32)
+        for n in range(0, N, BLOCK_N):
+            ns = n + tl.arange(0, BLOCK_N)
+            B = _tile(B_ptr, rows, B_l, ns, end, N)
+            dstate = _tile(dstates_ptr, ps, N, ns, P, N).to(tl.float32)                   # (BLOCK_P, BLOCK_N)
+            dx += _dot(B, tl.trans(dstate), DOT)
+            if DOT == "bf16":
+                dx += _dot(B, tl.trans(_cut_off(dstate, DOT)), DOT)
+            dB = (reach * step)[:, None] * _dot(x, dstate, DOT)
+            _store_tile(dB_ptr + h * N, rows, H * N, ns, end, N, dB)
+        dx *= reach[:, None]
+        tl.store(direct_ptr + rows.to(tl.int64) * H + h, tl.sum(x.to(tl.float32) * dx, 1), mask=rows < end)
+        _store_tile(dx_ptr + h * P, rows, H * P, ps, end, P, dx * step[:, None])
+    before = tl.zeros((), tl.float64)                            # the derivative of the next row's log-decay
+    if HAS_INITIAL:                              # noqa: SIM102  decided when compiling
+        if (begin == 0) & (end > 0):
+            whole = tl.exp(after.to(tl.float32))
+            over = 0.0
+            for n in range(0, N, BLOCK_N):
+                ns = n + tl.arange(0, BLOCK_N)
+                dstate = _tile(dstates_ptr, ps, N, ns, P, N).to(tl.float32)
+                initial = _tile(initial_ptr + h * in_h, ps, N, ns, P, N).to(tl.float32)
+                over += tl.sum(tl.sum(initial * dstate, 1), 0)
+                _store_tile(dinitial_ptr + h * P * N, ps, N, ns, P, N, whole * dstate)
+            before += (whole * over).to(tl.float64)
+    tl.debug_barrier()                           # what the first walk wrote is read by other threads
+    dA = 0.0
+    dbias = 0.0
+    for i in range(chunks):
+        rows = begin + i * Q + tl.arange(0, Q)
+        raw = _raw_steps(dt_ptr, bias_ptr, rows, dt_l, h, end, HAS_BIAS)
+        step = _steps(raw, rows, end, dt_min, dt_max, SOFTPLUS, LIMITED)
+        direct = tl.load(direct_ptr + rows.to(tl.int64) * H + h, mask=rows < end, other=0.0)
+        through = (direct * step).to(tl.float64)
+        d_log_decay = (before + (tl.cumsum(through, 0) - through)).to(tl.float32)
+        before += tl.sum(through, 0)
+        dstep = _slope_of_steps(direct + A * d_log_decay, raw, dt_min, dt_max, SOFTPLUS, LIMITED)
+        dstep = tl.where(rows < end, dstep, 0.0)
+        tl.store(ddt_ptr + rows.to(tl.int64) * H + h, dstep.to(ddt_ptr.dtype.element_ty), mask=rows < end)
+        dA += tl.sum(d_log_decay * step, 0)
+        dbias += tl.sum(dstep, 0)
+    tl.store(dA_ptr + s * H + h, dA)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + s * H + h, dbias)
 
 
 @triton.jit

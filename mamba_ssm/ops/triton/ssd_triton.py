@@ -2,9 +2,9 @@
 
 Operators in `torch.ops.mamba_ssm_triton`, with the arguments of `mamba_chunk_scan_combined`: `ssd_scan` gives out and
 the final state, `ssd_scan_backward` all derivatives (backward keeps the inputs alone and walks over the states again),
-`ssd_packed_states` the states at the ends of packed sequences, not differentiated. Same input, same bits: no sum is
-left to the order in which programs end. Autocast leaves them alone:
-tiles are multiplied in the inputs' own precision (float32 in tf32 only if torch.backends.cuda.matmul.allow_tf32).
+`ssd_packed_states` the states at the ends of packed sequences, `ssd_packed_states_backward` their derivatives. Same
+input, same bits: no sum is left to the order in which programs end. Autocast leaves them alone: tiles are multiplied in
+the inputs' own precision (float32 in tf32 only if torch.backends.cuda.matmul.allow_tf32).
 
 Letters: B batch, L length, H heads, P headdim, G groups, N state size, Q rows of a chunk (tile), K chunks, S spans of
 chunks, or packed sequences.
@@ -20,6 +20,7 @@ from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.launch import INTERPRETED, ceil_div, define, differentiate, next_power_of_two
 from mamba_ssm.ops.triton.ssd_kernels import (
     _add_heads_kernel,
+    _packed_backward_kernel,
     _passing_kernel,
     _scan_backward_kernel,
     _scan_kernel,
@@ -261,9 +262,11 @@ def _scan(
 
 def _packed_states(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None, initial_states: Tensor | None,
-    seq_idx: Tensor | None, cu_seqlens: Tensor, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
+    seq_idx: Tensor | None, cu_seqlens: Tensor, follows: bool, chunk_size: int, dt_softplus: bool, dt_min: float,
+    dt_max: float,
 ) -> Tensor:  # fmt: skip
-    """States after the last rows of packed sequences (S, H, P, N) float32, 0 for empty ones."""
+    """States after the last rows of packed sequences (S, H, P, N) float32, 0 for empty ones. follows: seq_idx is what
+    follows from cu_seqlens, so that each state depends on its own sequence alone; else there is no backward."""
     call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
     tiles = call.plan.states
     span = call.span_for(tiles)
@@ -272,6 +275,38 @@ def _packed_states(
     if states.numel():
         call.states(tiles, call.x, None, call.B, span, entering, ends=cu_seqlens.contiguous(), last=states)
     return states
+
+
+def _packed_states_backward(
+    dstates: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None,
+    initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int, dt_softplus: bool, dt_min: float,
+    dt_max: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Derivatives of x, dt, A, B, dt_bias, initial_states, empty where there is no such input."""
+    call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, None, chunk_size, dt_softplus, dt_min, dt_max)
+    tiles, sequences, heads = call.plan.backward, cu_seqlens.shape[0] - 1, call.heads
+    nothing = x.new_empty(0)
+    dx, ddt = torch.zeros_like(x, memory_format=torch.contiguous_format), dt.new_zeros(dt.shape)
+    alone = call.groups == heads
+    dB = B.new_zeros(1, call.length, heads, call.state, dtype=B.dtype if alone else torch.float32)
+    direct = x.new_empty(call.length, heads, dtype=torch.float32)
+    dA, dbias = (None if t is None else x.new_empty(sequences, heads, dtype=torch.float32) for t in (A, dt_bias))
+    dinitial = None if call.initial is None else initial_states.new_zeros(initial_states.shape)
+    if sequences:
+        tensors = (
+            call.x, call.dt, call.A, call.B, call.dt_bias, call.initial, cu_seqlens.contiguous(), _dense(dstates, 4),
+            dx, ddt, dB, dinitial, direct, dA, dbias,
+        )  # fmt: skip
+        numbers = (
+            dt_min, dt_max, *call.x.stride()[1:3], *call.dt.stride()[1:], *call.B.stride()[1:3],
+            0 if call.initial is None else call.initial.stride(1),
+        )  # fmt: skip
+        constants = (*call.sizes, *tiles[:3], *call.rules, dt_bias is not None, call.initial is not None)
+        _launch(_packed_backward_kernel, (heads, sequences, 1), tensors, numbers, constants, tiles)
+    if not alone:
+        dB, _ = _add_heads(dB, dB, B, B)
+    dA, dbias = (nothing if t is None else of.sum(0).to(t.dtype) for of, t in ((dA, A), (dbias, dt_bias)))
+    return dx, ddt, dA, dB, dbias, nothing if dinitial is None else dinitial
 
 
 def _scan_backward(
@@ -373,6 +408,11 @@ def _fake_packed_states(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlen
     return x.new_empty(cu_seqlens.shape[0] - 1, *x.shape[2:], B.shape[3], dtype=torch.float32)
 
 
+def _fake_packed_states_backward(dstates, *inputs):
+    nothing = inputs[0].new_empty(0)
+    return tuple(nothing if t is None else t.new_empty(t.shape) for t in inputs[:6])
+
+
 _INPUTS = (
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? initial_states, "
     "Tensor? seq_idx"
@@ -386,7 +426,12 @@ _scan_backward_op = define(
 )  # fmt: skip
 _packed_states_op = define(
     "ssd_packed_states(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, Tensor? initial_states, "
-    f"Tensor? seq_idx, Tensor cu_seqlens, {_OPTIONS}) -> Tensor", _packed_states, _fake_packed_states,
+    f"Tensor? seq_idx, Tensor cu_seqlens, bool follows, {_OPTIONS}) -> Tensor", _packed_states, _fake_packed_states,
+)  # fmt: skip
+_packed_states_backward_op = define(
+    "ssd_packed_states_backward(Tensor dstates, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, "
+    f"Tensor? initial_states, Tensor cu_seqlens, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
+    _packed_states_backward, _fake_packed_states_backward,
 )  # fmt: skip
 
 
@@ -409,7 +454,23 @@ def _backward(ctx, dout, dfinal):
     return (*grads, None, None, None, None, None, None)
 
 
+def _save_packed(ctx, inputs, output) -> None:
+    *tensors, seq_idx, cu_seqlens, follows = inputs[:9]
+    if seq_idx is not None and not follows:
+        raise ValueError("ssd_packed_states: seq_idx does not follow from cu_seqlens, expected so for a backward pass")
+    ctx.save_for_backward(*tensors, cu_seqlens)
+    ctx.options = inputs[9:]
+
+
+def _backward_of_packed(ctx, dstates):
+    tensors = ctx.saved_tensors
+    grads = _packed_states_backward_op(dstates, *tensors, *ctx.options)
+    grads = [None if tensor is None else grad for grad, tensor in zip(grads, tensors[:6], strict=True)]
+    return (*grads, *[None] * 7)
+
+
 differentiate("ssd_scan", _backward, _save)
+differentiate("ssd_packed_states", _backward_of_packed, _save_packed)
 
 
 def chunk_scan_on_gpu(
@@ -420,24 +481,27 @@ def chunk_scan_on_gpu(
     """`mamba_chunk_scan_combined` in Triton for arguments checked there, or the reference for what it does not take."""
     needed = (x, dt, A, B, C, D, z, dt_bias, initial_states)
     options = (chunk_size, dt_softplus, float(dt_limit[0]), float(dt_limit[1]))
-    if (reason := _why_reference(needed, return_varlen_states)) is not None:
+    follows = seq_idx is None and cu_seqlens is not None
+    if (reason := _why_reference(needed, return_varlen_states and not follows)) is not None:
         run = reference_instead("mamba_chunk_scan_combined", x.device, reason)
         return run(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
             return_final_states, return_varlen_states,
         )  # fmt: skip
-    if seq_idx is None and cu_seqlens is not None:
+    if follows:
         seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
     out, final = _scan_op(*needed, seq_idx, *options, return_final_states)
     if not return_final_states and not return_varlen_states:
         return out
     results = [out, final] if return_final_states else [out]
     if return_varlen_states:
-        results.append(_packed_states_op(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens, *options))
+        inputs = (x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens)
+        results.append(_packed_states_op(*inputs, follows, *options))
     return tuple(results)
 
 
-def _why_reference(needed: tuple[Tensor | None, ...], return_varlen_states: bool) -> str | None:
+def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) -> str | None:
+    """states_of_others: states at the ends of packed sequences are asked for, and seq_idx may join those."""
     x, B = needed[0], needed[3]
     if accumulate_dtype(*needed) == torch.float64:
         return "the Triton kernels take no float64"
@@ -445,6 +509,6 @@ def _why_reference(needed: tuple[Tensor | None, ...], return_varlen_states: bool
         return f"the Triton kernels take states up to N = {MAX_STATE} and heads up to P = {MAX_HEADDIM}"
     if x.numel() == 0 or B.numel() == 0:
         return "an input is of size 0"
-    if return_varlen_states and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
-        return "the Triton kernels do not differentiate the states of packed sequences"
+    if states_of_others and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
+        return "the Triton kernels differentiate the states of packed sequences for the seq_idx of cu_seqlens alone"
     return None

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mamba_ssm.ops.tiers import explain, use_tier
@@ -178,6 +178,29 @@ def test_packed_sequences_equal_a_loop_over_them(chunk_size):
         assert_close(final, states[-1:], 1e-6)
 
 
+def check_packed(t, starts, dtype=torch.float32, **options):
+    packed = {"cu_seqlens": torch.tensor(starts, device=DEVICE), "return_varlen_states": True}
+    check(t, dtype, **packed, **options)
+
+
+@runs
+@settings(max_examples=20 if ON_GPU else 4, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any), dt_softplus=st.booleans(),
+    optional=st.sets(st.sampled_from(OPTIONAL[:4])), return_final_states=st.booleans(),
+    dt_limit=st.sampled_from([(0.0, float("inf")), (0.2, 0.6)]), groups=st.sampled_from([1, 2]), seed=st.integers(0, 9),
+)  # fmt: skip
+@example(
+    lengths=[35, 0, 18], dt_softplus=True, optional={"dt_bias", "initial_states"}, return_final_states=False,
+    dt_limit=(0.0, float("inf")), groups=1, seed=0,
+)  # fmt: skip
+def test_states_of_packed_sequences_are_differentiated(lengths, optional, groups, seed, **options):
+    """Outputs and end states together, empty sequences and one that the initial states enter among them."""
+    starts = [0, *itertools.accumulate(lengths)]
+    t = inputs(length=starts[-1], optional=sorted(optional), groups=groups, state=5, seed=seed)
+    check_packed(t, starts, chunk_size=16, **options)
+
+
 @runs
 def test_pieces_equal_each_alone():
     t = inputs(length=50, optional=("D", "dt_bias", "z"))
@@ -272,7 +295,12 @@ def test_opcheck():
     torch.library.opcheck(operators.ssd_scan_backward.default, (dout, dfinal, *detached))
     ends = torch.tensor([0, 3, 5], device=DEVICE)
     torch.library.opcheck(
-        operators.ssd_packed_states.default, (*detached[:4], *detached[7:10], ends, *detached[10:])
+        operators.ssd_packed_states.default, (*arguments[:4], *arguments[7:9], None, ends, True, *arguments[10:])
+    )
+    dstates = torch.randn(2, 1, 16, 16, device=DEVICE)
+    torch.library.opcheck(
+        operators.ssd_packed_states_backward.default,
+        (dstates, *detached[:4], *detached[7:9], ends, *detached[10:]),
     )
 
 
@@ -370,6 +398,14 @@ def test_all_subsets(optional):
     t = inputs(2, 200, torch.bfloat16, heads=4, headdim=64, groups=4, state=16, optional=optional)
     for final in (False, True):
         check(t, torch.bfloat16, return_final_states=final, dt_limit=(0.1, 2.0) if final else (0.0, float("inf")))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state", [16, 128])
+def test_states_of_long_packed_sequences_are_differentiated(state, dtype):
+    starts = [0, 1, 64, 65, 192, 192, 449, 600]
+    check_packed(inputs(1, 600, dtype, heads=4, headdim=64, state=state, optional=OPTIONAL[:4]), starts, dtype)
 
 
 @on_gpu
