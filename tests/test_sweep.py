@@ -118,6 +118,15 @@ def test_faults_are_one_line(tmp_path, capsys):
     assert not (tmp_path / "typo").exists()
 
 
+def test_a_model_to_start_from_that_is_not_there_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
+    """Every run would fail, each of them several times."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--games", "Toy/Catch-v0", "--seeds", "0", "--BasicSettings.SavePath", "no/model.pt"]
+    assert main(["--out", "sweep", *words, *TINY]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/no/model.pt: no such file or folder")
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_a_run_that_cannot_be_read_does_not_end_the_others(tmp_path):
     (sweep := made_sweep(tmp_path, "a")).save()
     (tmp_path / "runs" / "a" / "one").mkdir(parents=True)

@@ -28,7 +28,15 @@ from typing import Any, NamedTuple
 from envs.my_atari import ATARI_100K_GAMES
 from tools.checkpoints import CheckpointFolder, read_json, write_atomic
 from tools.run import EPISODE_RETURN, RECENT_EPISODES, episode_table
-from utils import RUN_CONFIG_NAME, Config, config_from_file, config_to_yaml, flatten_config, load_config
+from utils import (
+    RUN_CONFIG_NAME,
+    Config,
+    config_from_file,
+    config_to_yaml,
+    flatten_config,
+    load_config,
+    override_config,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = "sweep.json"
@@ -128,12 +136,18 @@ def plan(games: Sequence[str], seeds: Sequence[int], settings: Sequence[str], wo
             raise SweepError("a sweep resumes and places its runs itself: leave out --resume and the number of a GPU")
         parts = [env.removeprefix("ALE/"), *([] if setting == "default" else [setting]), f"seed{seed}"]
         name = "_".join(re.sub(r"[^A-Za-z0-9.+=-]+", "-", part) for part in parts)
-        planned.append(PlannedRun(SweepRun(name, env, seed, setting), command.config))
+        planned.append(PlannedRun(SweepRun(name, env, seed, setting), _from_here(command.config)))
     names = [run.name for run, _ in planned]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SweepError(f"several runs would be called {min(repeated)}: give --set each key once, with other values")
     return planned
+
+
+def _from_here(config: Config) -> Config:
+    """The configuration with a SavePath that means the same wherever the run is started."""
+    path = config.BasicSettings.SavePath
+    return config if path is None else override_config(config, {"BasicSettings.SavePath": os.path.abspath(path)})
 
 
 # ------------------------------------------------------------------------------------------------------------- manifest

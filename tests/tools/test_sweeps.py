@@ -77,6 +77,15 @@ def test_a_plan_is_checked_as_a_whole():
             plan(["Pong"], [0], [], words)
 
 
+def test_a_relative_save_path_starts_where_the_user_is(tmp_path, monkeypatch):
+    """Runs are started in the repository's folder, where that path would mean another model, or none."""
+    monkeypatch.chdir(tmp_path)
+    planned = plan(["Pong"], [0], ["BasicSettings.SavePath=a,../b/c,/d"], [])
+    expected = [str(tmp_path / "a"), str(tmp_path.parent / "b" / "c"), "/d"]
+    assert [config.BasicSettings.SavePath for _, config in planned] == expected
+    assert plan(["Pong"], [0], [], [])[0].config.BasicSettings.SavePath is None
+
+
 def test_a_sweep_is_gone_on_with(tmp_path):
     sweep = open_sweep(tmp_path, plan(["Pong"], [0, 1], [], []))
     for run, status in zip(sweep.runs, (FINISHED, RUNNING), strict=True):
