@@ -138,6 +138,13 @@ class StochasticTransformer(nn.Module):
             x = feed_forward(attention(x, keys, values, mask))
         return x
 
+    def start(
+        self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None = None, max_seqlen: int | None = None
+    ) -> tuple[Tensor, TransformerState]:
+        """`forward` of sequences that start, and a cache of `max_seqlen` steps that holds them."""
+        state = self.init_state(stoch.shape[0], max_seqlen)
+        return self(stoch, action, seq_idx, state), state
+
     def _continue(self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None, state: TransformerState) -> Tensor:
         """The pass with a cache: L new steps after `state.length` held ones."""
         batch_size, seqlen = stoch.shape[:2]

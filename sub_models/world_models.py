@@ -436,14 +436,13 @@ class WorldModel(nn.Module):
         """
         self.eval()
         batch_size, context_length = contexts.obs.shape[:2]
-        state = self.sequence_model.init_state(batch_size, context_length + horizon)
         # All random numbers of the steps in one launch each.
         latent_ticket = torch.rand(
             (horizon + 1, batch_size, self.num_categories), dtype=self.prior_head.weight.dtype, device=self.device
         )
         action_noise = policy.noise(horizon, batch_size)
         with self.autocast():
-            deter = self._start(contexts, state)  # (B, D)
+            deter, state = self._start(contexts, context_length + horizon)  # (B, D)
             actor = policy.actor_parts() if self.fuses_imagination else None
             if can_roll_out(self, actor, deter):
                 feature, action, log_prob = roll_out(self, actor, deter, state, latent_ticket, action_noise)
@@ -453,11 +452,12 @@ class WorldModel(nn.Module):
             reward, termination, weight = self._outcome(feature, contexts.termination[:, -1])
         return Rollout(feature, action, reward, termination, log_prob, weight)
 
-    def _start(self, contexts: "Batch", state: Any) -> Tensor:
-        """d after the contexts' rows, which `state` is moved over.   -> (B, D)."""
+    def _start(self, contexts: "Batch", max_seqlen: int) -> tuple[Tensor, Any]:
+        """d (B, D) and the core's state after the contexts' rows; they and what follows are `max_seqlen` rows."""
         stoch = sample_one_hot(self.posterior(self.to_image(contexts.obs))).flatten(-2)
         action = self.encode_action(contexts.action)
-        return self.sequence_model(stoch, action, self.segments(contexts.is_first), state)[:, -1]
+        deter, state = self.sequence_model.start(stoch, action, self.segments(contexts.is_first), max_seqlen)
+        return deter[:, -1], state
 
     def _roll_out(
         self, policy: Policy, deter: Tensor, state: Any, latent_ticket: Tensor, action_noise: Tensor

@@ -16,6 +16,7 @@ from mamba_ssm.models.config_mamba import MambaConfig
 from mamba_ssm.models.recurrent_state import RecurrentState
 from mamba_ssm.modules.aligned_linear import AlignedLinear
 from mamba_ssm.modules.block import Block, add_norm
+from mamba_ssm.modules.cache import MixerState
 from mamba_ssm.modules.mamba2 import Mamba2
 from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
@@ -322,13 +323,24 @@ class MambaWrapperModel(BlockStack):
         """stoch (B, L, Z), action (B, L, A), floating point; seq_idx (B, L) integers: rows of different index don't see
         each other; state: continued by the first row, whose seq_idx it belongs to, and left as after the last row.
         -> (B, L, M), row t has seen rows up to and with t"""
+        if state is not None and state.batch_size != stoch.shape[0]:
+            raise ValueError(f"MambaWrapperModel: state has {state.batch_size} rows, expected B = {stoch.shape[0]}")
+        return self.run_blocks(self._embed(stoch, action, seq_idx), state=state, seq_idx=seq_idx)
+
+    def start(
+        self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None = None, max_seqlen: int | None = None
+    ) -> tuple[Tensor, RecurrentState]:
+        """`forward` of sequences that start, and a new state as it is after the last row; its size does not depend on
+        max_seqlen."""
+        layers: list[MixerState] = []
+        deter = self.run_blocks(self._embed(stoch, action, seq_idx), seq_idx=seq_idx, left=layers)
+        return deter, RecurrentState(tuple(layers))
+
+    def _embed(self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None) -> Tensor:
         check_shape("MambaWrapperModel", "stoch", stoch, "(B, L, Z)", (None, None, self.stoch_dim))
         check_shape("MambaWrapperModel", "action", action, "(B, L, A)", (*stoch.shape[:2], self.action_dim))
         check_shape("MambaWrapperModel", "seq_idx", seq_idx, "(B, L)", stoch.shape[:2])
-        if state is not None and state.batch_size != stoch.shape[0]:
-            raise ValueError(f"MambaWrapperModel: state has {state.batch_size} rows, expected B = {stoch.shape[0]}")
-        hidden_states = self.stem(torch.cat([stoch, action], dim=-1))
-        return self.run_blocks(hidden_states, state=state, seq_idx=seq_idx)
+        return self.stem(torch.cat([stoch, action], dim=-1))
 
     def step(self, stoch: Tensor, action: Tensor, state: RecurrentState, reset: Tensor | None = None) -> Tensor:
         """One row for each sequence: stoch (B, Z), action (B, A); rows that `reset` (B,) bool marks start a new

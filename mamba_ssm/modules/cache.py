@@ -82,6 +82,15 @@ def readable(state: MixerState) -> MixerState:
     return tuple(tensor.clone() for tensor in state) if torch.is_grad_enabled() else state
 
 
+def leave_state(state: MixerState | None, left: list[MixerState] | None, conv: Tensor, ssm: Tensor) -> None:
+    """What a pass leaves: in `left` a state of its own, rows without gaps, else in `state`, in place."""
+    if left is not None:
+        left.append((conv.contiguous(), ssm.contiguous()))
+    else:
+        state[0].copy_(conv)
+        state[1].copy_(ssm)
+
+
 def check_packed_prompts(name: str, rows: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams) -> None:
     """Refuse what can't fill a cache: rows (1, L, ...) must hold exactly the sequences that cu_seqlens (S+1) cuts, each
     of at most max_seqlen rows. What the values of cu_seqlens decide is asserted on the device, without waiting."""

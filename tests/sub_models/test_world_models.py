@@ -247,16 +247,15 @@ def test_imagined_features_equal_the_parallel_pass(backbone, continuous):
     world_model = make_world_model(backbone, continuous)
     contexts = make_batch(3, 5, continuous)
     seen = {}
-    original = world_model.sequence_model.forward
+    original = world_model.sequence_model.start
 
-    def record(stoch, action, seq_idx=None, state=None):
-        seen.setdefault("first", (stoch, action, seq_idx))
-        return original(stoch, action, seq_idx, state)
+    def record(stoch, action, seq_idx, max_seqlen):
+        seen["contexts"] = (stoch, action, seq_idx)
+        return original(stoch, action, seq_idx, max_seqlen)
 
-    world_model.sequence_model.forward = record
+    world_model.sequence_model.start = record
     rollout = world_model.imagine(UniformPolicy(continuous), contexts, horizon=7)
-    world_model.sequence_model.forward = original
-    context_stoch, context_action, seq_idx = seen["first"]
+    context_stoch, context_action, seq_idx = seen["contexts"]
     stoch = torch.cat((context_stoch, rollout.feature[:, :-1, : K * C]), 1)
     action = torch.cat((context_action, world_model.encode_action(rollout.action)), 1)
     seq_idx = torch.cat((seq_idx, seq_idx[:, -1:].expand(-1, 7)), 1)

@@ -56,6 +56,36 @@ def test_pass_equals_steps(core, length, prefix):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 17])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_start_equals_a_pass_over_a_state_of_zeros(core, length, pieces):
+    stoch, action = draw(length)
+    seq_idx = (torch.arange(length) > 0).int().expand(2, -1) if pieces else None
+    state = core.init_state(2)
+    want = core(stoch, action, seq_idx, state)
+    out, left = core.start(stoch, action, seq_idx)
+    assert_close(out, want, 1e-10)
+    for ours, theirs in zip(left.tensors(), state.tensors(), strict=True):
+        assert_close(ours, theirs, 1e-10)
+
+
+@pytest.mark.parametrize("layer", CONFIGS)
+def test_under_autocast_start_leaves_what_steps_can_read(layer):
+    """The convolution's window is kept in autocast's type, which its rows have anyway."""
+    torch.manual_seed(0)
+    core = MambaWrapperModel(16, 2, 6, 3, ssm_cfg=CONFIGS[layer])
+    stoch, action = (t.float() for t in draw(9))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        state = core.init_state(2)
+        core(stoch[:, :6], action[:, :6], state=state)
+        _, left = core.start(stoch[:, :6], action[:, :6])
+        for ours, theirs in zip(left.tensors(), state.tensors(), strict=True):
+            assert_close(ours.float(), theirs, 1e-6)
+        want = run_steps(core, stoch[:, 6:], action[:, 6:], state)
+        assert_close(run_steps(core, stoch[:, 6:], action[:, 6:], left), want, 1e-2)
+
+
+@torch.no_grad()
 def test_reset_rows_equal_pieces_of_seq_idx(core):
     stoch, action = draw(23)
     resets = torch.rand(2, 23, generator=torch.Generator().manual_seed(1)) < 0.2
