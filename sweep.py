@@ -28,6 +28,7 @@ from env_wrapper import make_env
 from envs.common import UnusableEnvironment
 from tools.checkpoints import CheckpointError, resolve_checkpoint
 from tools.provenance import provenance
+from tools.run import check_trackers
 from tools.sweeps import (
     FAILED,
     FINISHED,
@@ -341,6 +342,7 @@ def run_sweep(options: argparse.Namespace, words: list[str]) -> Sweep:
     if _cluster(options) is None:  # else this machine need not have what environments ask for
         for run, config in {run.env: (run, config) for run, config in planned}.values():
             make_env(run.env, config, run.seed).close()
+            check_trackers(config)
         for path in {config.BasicSettings.SavePath for _, config in planned} - {None}:
             resolve_checkpoint(path)
     with locked(folder):

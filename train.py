@@ -40,7 +40,7 @@ from tools.divergence import Diverged, DivergenceWatch, check_fits, examine, rea
 from tools.doctor import check_kernels, doctor
 from tools.pictures import open_loop_picture, reconstruction_picture
 from tools.profiling import StepProfiler
-from tools.run import EPISODE_RETURN, Run, RunError, open_run
+from tools.run import EPISODE_RETURN, Run, RunError, check_trackers, open_run
 from utils import (
     Config,
     ConfigError,
@@ -305,6 +305,7 @@ def check_start(config: Config) -> None:
     """Find what would stop a new run at once, before its folder is made."""
     make_env(config.BasicSettings.Env_name, config, config.BasicSettings.Seed).close()
     check_kernels(config)
+    check_trackers(config)
     if config.BasicSettings.SavePath is not None:
         read_model(config.BasicSettings.SavePath)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = {"cv2": "opencv-python-headless", "yaml": "PyYAML"}          # where they differ from the module
-OPTIONAL = {"triton", "wandb", "causal-conv1d", "huggingface-hub", "safetensors"}       # imported only where found
+OPTIONAL = {"triton", "causal-conv1d", "huggingface-hub", "safetensors"}       # imported only where found
 SOURCE = ("*.py", "envs/**/*.py", "tools/**/*.py", "sub_models/**/*.py", "mamba_ssm/**/*.py")
 TESTS = ("tests/**/*.py", "benchmarks/**/*.py")
 
@@ -43,7 +43,8 @@ def imported_distributions(*patterns: str) -> set[str]:
 def test_every_imported_package_is_pinned():
     """The program's own in requirements.txt, those of extras apart, the tests' besides."""
     wanted = imported_distributions(*SOURCE) - OPTIONAL
-    extras = pins("requirements-envs.txt") | pins("requirements-report.txt") | pins("requirements-sweep.txt")
+    files = {path.name for path in ROOT.glob("requirements-*.txt")} - {"requirements-dev.txt"}
+    extras = set().union(*map(pins, files))
     assert sorted(wanted - pins("requirements.txt") - extras) == []
     assert sorted(imported_distributions(*TESTS) - OPTIONAL - pins("requirements-dev.txt") - extras) == []
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sub_models.cuda_graph import CapturedStep
+from sweep import main as sweep_main
 from tools.checkpoints import read_checkpoint
 from tools.run import open_run
 from train import Schedule, build, main, make_env_vector, train
@@ -316,6 +317,20 @@ def test_episodes_of_one_step_go_through_every_phase(tmp_path, one_step_module, 
     finals = replay.final_obs(rows)
     assert finals.step.tolist() == list(range(80))
     assert not (finals.obs == rows.obs[0]).flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("program", ["train", "sweep"])
+def test_a_tracker_that_is_not_installed_is_told_before_anything_starts(tmp_path, monkeypatch, capsys, program):
+    """A run of days without the curves that were asked for."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    given, place = ["--config", TINY, "--Wandb.Init.Mode", "online"], str(tmp_path / "runs")
+    if program == "train":
+        code = main([*given, "--BasicSettings.RunDir", place])
+    else:
+        code = sweep_main(["--out", place, "--games", "Toy/Catch-v0", "--seeds", "0", *given])
+    assert code == 2 and not (tmp_path / "runs").exists()
+    error = capsys.readouterr().err
+    assert error.startswith("error: Wandb.Init.Mode = online: Weights & Biases is not installed here; pip install -r ")
 
 
 def test_a_users_fault_ends_the_run_in_one_line_that_names_the_step(tmp_path, one_step_module, capsys):

@@ -102,7 +102,7 @@ def _software(config: Config) -> Iterator[Finding]:
     else:
         yield Finding("fail" if on_cuda else "note", "compiler", "none, kernels need one", "apt-get install g++")
     if config.Wandb.Init.Mode != "disabled":
-        yield _imports("wandb", "note", "pip install wandb, or --Wandb.Init.Mode disabled")
+        yield _imports("wandb", "fail", "pip install -r requirements-wandb.txt, or --Wandb.Init.Mode disabled")
     yield _imports("imageio_ffmpeg", "note", "pip install -r requirements.txt; without it no video is written")
 
 

@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ from tools.pictures import save_mp4, save_png
 from tools.provenance import ORIGIN, origin, resumed_origin
 from utils import (
     RUN_CONFIG_NAME,
+    ConfigError,
     config_from_file,
     config_to_dict,
     config_to_yaml,
@@ -331,6 +333,16 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_trackers(config: Any) -> None:
+    """ConfigError where a mirror is asked for that isn't installed here."""
+    mode = config.Wandb.Init.Mode
+    if mode != "disabled" and find_spec("wandb") is None:
+        raise ConfigError(
+            f"Wandb.Init.Mode = {mode}: Weights & Biases is not installed here; pip install -r requirements-wandb.txt, "
+            f"or --Wandb.Init.Mode disabled"
+        )
 
 
 class Trackers:
