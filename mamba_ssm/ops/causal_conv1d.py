@@ -7,12 +7,10 @@ Rows before the first come from `initial_states`, or are zero. With `seq_idx` a 
 Letters: B batch, L length, D channels, W width, S length of the rolling window (S >= W-1).
 """
 
-import importlib
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 
+from mamba_ssm.ops import conv1d_package
 from mamba_ssm.ops.checks import check_choice, check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, sequence_pieces, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
@@ -22,9 +20,7 @@ Tensor = torch.Tensor
 
 ACTIVATIONS = (None, "silu", "swish")
 
-PACKAGE = "causal_conv1d"                                  # its CUDA kernels run where Triton can't
-
-register_operator("causal_conv1d", cuda=("triton", "cuda") if importlib.util.find_spec(PACKAGE) else ("triton",))
+register_operator("causal_conv1d", cuda=("triton", "cuda") if conv1d_package.INSTALLED else ("triton",))
 register_operator("causal_conv1d_update", cuda=("triton",))
 
 
@@ -147,16 +143,15 @@ def _update_reference(x, conv_state, weight, bias, activation):
 
 
 def _conv_package(x, weight, bias, seq_idx, initial_states, return_final_states, activation):
-    """The package's kernel for what it takes in every version, our reference for the rest."""
-    plain = seq_idx is None and initial_states is None and not return_final_states
-    if not plain or x.dtype == torch.float64 or not 2 <= weight.shape[1] <= 4 or x.numel() == 0:
+    """Where Triton can't run: the package's kernel for what it takes, our reference for the rest."""
+    if not conv1d_package.takes(x, weight, seq_idx, initial_states, return_final_states):
         return _conv_reference(x, weight, bias, seq_idx, initial_states, return_final_states, activation)
-    return importlib.import_module(PACKAGE).causal_conv1d_fn(x, weight, bias, activation=activation)
+    return conv1d_package.run(x, weight, bias, activation)
 
 
 register("causal_conv1d", "reference", _conv_reference)
 register_triton("causal_conv1d", "causal_conv1d_kernels", "causal_conv1d")
-if importlib.util.find_spec(PACKAGE):
+if conv1d_package.INSTALLED:
     register("causal_conv1d", "cuda", _conv_package)
 register("causal_conv1d_update", "reference", _update_reference)
 register_triton("causal_conv1d_update", "causal_conv1d_kernels", "causal_conv1d_update")

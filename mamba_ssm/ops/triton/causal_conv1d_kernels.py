@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mamba_ssm.ops import conv1d_package
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_window
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
@@ -288,7 +289,7 @@ def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, initial_states: Tensor | None,
     return_final_states: bool, activation: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`mamba_ssm.ops.causal_conv1d.causal_conv1d_fn` on the triton tier."""
+    """`mamba_ssm.ops.causal_conv1d.causal_conv1d_fn` on the triton tier, or by the package where that is faster."""
     reason = None
     if accumulate_dtype(x, weight, bias, initial_states) == torch.float64:
         reason = "the kernels take no float64"
@@ -297,11 +298,20 @@ def causal_conv1d(
     if reason is not None:
         run = reference_instead("causal_conv1d", x.device, reason)
         return run(x, weight, bias, seq_idx, initial_states, return_final_states, activation)
+    package_takes = conv1d_package.INSTALLED and conv1d_package.takes(
+        x, weight, seq_idx, initial_states, return_final_states
+    )
+    if package_takes and conv1d_package.is_faster(_plain_conv, x, weight, bias, activation):
+        return conv1d_package.run(x, weight, bias, activation)
     entering = initial_states if weight.shape[1] > 1 else None
     out = run_conv(x, weight, bias, seq_idx, entering, activation is not None)
     if not return_final_states:
         return out
     return out, causal_conv1d_window(x, weight.shape[1] - 1, seq_idx, initial_states)
+
+
+def _plain_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    return run_conv(x, weight, bias, None, None, activation is not None)
 
 
 @triton.jit

@@ -1,8 +1,6 @@
 """The causal convolution against torch's own, its steps, its boundaries and its refusals."""
 
 import itertools
-import sys
-import types
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_ssm.ops.causal_conv1d import (
-    _conv_package,
     causal_conv1d_fn,
     causal_conv1d_ref,
     causal_conv1d_update,
@@ -111,26 +108,6 @@ def test_low_precision_and_autocast():
         out = causal_conv1d_fn(**t, activation="silu")
     assert out.dtype == torch.bfloat16
     assert_close(out, want, 6e-3)
-
-
-def test_the_package_is_used_for_what_it_takes_only(monkeypatch):
-    calls = []
-
-    def package_fn(x, weight, bias, activation):
-        calls.append(x.dtype)
-        return causal_conv1d_ref(x, weight, bias, activation=activation)
-
-    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=package_fn))
-    t, seq_idx = conv_inputs(dtype=torch.float32), torch.zeros(2, 11, dtype=torch.int32)
-    plain = (t["x"], t["weight"], t["bias"])
-    assert torch.equal(_conv_package(*plain, None, None, False, "silu"), causal_conv1d_ref(*plain, activation="silu"))
-    assert calls == [torch.float32]
-    wide = [tensor.double() for tensor in plain]
-    assert torch.equal(_conv_package(*wide, None, None, False, None), causal_conv1d_ref(*wide))
-    for options in ((seq_idx, None, False), (None, t["initial_states"], False), (None, None, True)):
-        out, want = _conv_package(*plain, *options, None), causal_conv1d_ref(*plain, *options)
-        assert_close(out[0], want[0], 0.0)
-    assert len(calls) == 1
 
 
 def test_no_host_sync():
