@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 
+from mamba_ssm.ops.timing import can_measure, launched_milliseconds
+
 Tensor = torch.Tensor
 
 PACKAGE = "causal_conv1d"
 INSTALLED = importlib.util.find_spec(PACKAGE) is not None
 MARGIN = 0.9                           # of our time: what differs less is left to chance, and ours repeats bit for bit
-CALLS, REPEATS = 10, 5
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def is_faster(ours: Callable, x: Tensor, weight: Tensor, bias: Tensor | None, ac
         return False
     kind = _class_of(x, weight, bias, activation)
     if kind not in _package_wins:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if not can_measure(x.device):
             return False
         _package_wins[kind] = _measure(kind, ours)
     return _package_wins[kind]
@@ -87,7 +88,7 @@ def _measure(kind: ConvClass, ours: Callable) -> bool:
         _log.warning("the package %s is installed but can't be imported, our kernels run: %s", PACKAGE, error)
         return False
     arguments = _arguments_of(kind)
-    theirs, own = (_milliseconds(_call_of(function, kind, arguments)) for function in (run, ours))
+    theirs, own = (launched_milliseconds(_call_of(function, kind, arguments)) for function in (run, ours))
     faster = theirs < MARGIN * own
     _log.info("causal_conv1d: package %.4f ms, ours %.4f ms, %s runs for %s", theirs, own, faster and PACKAGE, kind)
     return faster
@@ -121,19 +122,3 @@ def _call_of(function: Callable, kind: ConvClass, arguments: tuple) -> Callable[
             return torch.autograd.grad(out, [t for t in arguments[:3] if t is not None], torch.ones_like(out))
 
     return call
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    """The least of some means over launched calls, after a warm-up that compiles."""
-    for _ in range(3):
-        call()
-    means = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(CALLS):
-            call()
-        end.record()
-        end.synchronize()
-        means.append(start.elapsed_time(end) / CALLS)
-    return min(means)
