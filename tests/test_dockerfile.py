@@ -1,4 +1,4 @@
-"""The Dockerfile without a daemon: what its instructions name exists before it is used, and fits what the build needs."""
+"""The Dockerfile without a daemon: what its instructions name exists before it is used, and suits the build."""
 
 import fnmatch
 import re
