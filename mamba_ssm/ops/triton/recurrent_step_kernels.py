@@ -20,6 +20,7 @@ from mamba_ssm.ops.triton.causal_conv1d_kernels import convolve_one
 from mamba_ssm.ops.triton.jit_math import silu, softplus
 from mamba_ssm.ops.triton.launch import define, next_power_of_two
 from mamba_ssm.ops.triton.selective_state_update_kernels import run_state_update
+from mamba_ssm.ops.triton.tuning import tuned
 
 Tensor = torch.Tensor
 
@@ -27,6 +28,7 @@ Tensor = torch.Tensor
 # B1024 0.052 ms, without the bound on registers 0.054; a lone program takes all at once: B1 0.0053 ms, 0.0066 in
 # smaller blocks.
 SHARED, LONE = (4096, 8, 64), (16384, 8, None)
+OTHERS = [(2048, 4, 64), (4096, 4, None), (4096, 8, None), (8192, 8, 80), (8192, 8, None), (16384, 16, None)]
 MANY_PROGRAMS = 128
 NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
 
@@ -122,9 +124,9 @@ def _mamba2_step_kernel(
             tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def _blocks(programs: int, channels: int, size: int) -> dict[str, int | None]:
+def _blocks(chosen: tuple[int, int, int | None], channels: int, size: int) -> dict[str, int | None]:
     """Channels and states of one block, warps and registers of one program, for groups of `channels`."""
-    tile, warps, registers = SHARED if programs >= MANY_PROGRAMS else LONE
+    tile, warps, registers = chosen
     block_n = next_power_of_two(size)
     block = min(next_power_of_two(channels), max(tile // block_n, 16))
     warps = max(1, min(warps, block * block_n // 128))               # four states in each thread at least
@@ -139,10 +141,32 @@ def _launch_mamba2_step(
     batch, heads, headdim, size = ssm_state.shape
     d_ssm = heads * headdim
     groups = (conv_weight.shape[0] - d_ssm) // (2 * size)
-    out = torch.empty((batch, d_ssm), dtype=zxbcdt.dtype, device=zxbcdt.device)
+    others = (conv_weight, conv_bias, dt_bias, A_log, D, norm_weight)
+    options = (groups, norm_eps, norm_before_gate, dt_min, dt_max)
     if batch == 0:
-        return out
-    blocks = _blocks(batch * groups, d_ssm // groups, size)
+        return zxbcdt.new_empty(0, d_ssm)
+    kind = (batch.bit_length(), heads, headdim, size, groups, conv_state.dtype, ssm_state.dtype, zxbcdt.dtype)
+    copies = []
+
+    def run_on_copies(blocks: tuple[int, int, int | None]) -> None:
+        copies.extend(() if copies else (conv_state.clone(), ssm_state.clone()))
+        _run_mamba2_step(blocks, zxbcdt, *copies, others, options)
+
+    table = SHARED if batch * groups >= MANY_PROGRAMS else LONE
+    blocks = tuned("mamba2_step", zxbcdt.device, kind, table, OTHERS, run_on_copies)
+    return _run_mamba2_step(blocks, zxbcdt, conv_state, ssm_state, others, options)
+
+
+def _run_mamba2_step(
+    chosen: tuple[int, int, int | None], zxbcdt: Tensor, conv_state: Tensor, ssm_state: Tensor,
+    others: tuple[Tensor | None, ...], options: tuple,
+) -> Tensor:  # fmt: skip
+    batch, heads, headdim, size = ssm_state.shape
+    conv_weight, conv_bias, dt_bias, A_log, D, norm_weight = others
+    groups, norm_eps, norm_before_gate, dt_min, dt_max = options
+    d_ssm = heads * headdim
+    out = torch.empty((batch, d_ssm), dtype=zxbcdt.dtype, device=zxbcdt.device)
+    blocks = _blocks(chosen, d_ssm // groups, size)
     normed = norm_weight is not None
     ungated = None
     if normed and blocks["BLOCK_C"] < d_ssm // groups:

@@ -10,6 +10,7 @@ Letters: B batch, L length, H heads, P headdim, G groups, N state size, Q rows o
 chunks, or packed sequences.
 """
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from mamba_ssm.ops.triton.ssd_kernels import (
     _scan_kernel,
     _states_kernel,
 )
+from mamba_ssm.ops.triton.tuning import tuned
 
 Tensor = torch.Tensor
 
@@ -83,6 +85,27 @@ def _power_of_two(size: int) -> int:
     return max(16, next_power_of_two(size))
 
 
+def other_scans(plan: Plan) -> Iterator[Plan]:
+    """What autotuning tries for the forward pass."""
+    for rows in {plan.scan.rows, max(16, plan.scan.rows // 2)}:
+        for p in {plan.scan.p, max(16, plan.scan.p // 2)}:
+            for warps in (1, 2, 4, 8):
+                yield plan._replace(
+                    scan=plan.scan._replace(rows=rows, p=p, warps=warps), states=plan.states._replace(rows=rows)
+                )
+
+
+def other_backwards(plan: Plan) -> Iterator[Plan]:
+    """What autotuning tries for the backward pass."""
+    for rows in {plan.backward.rows, max(16, plan.backward.rows // 2)}:
+        for n in {plan.backward.n, max(16, plan.backward.n // 2)}:
+            for warps in (4, 8):
+                yield plan._replace(
+                    backward=plan.backward._replace(rows=rows, n=n, warps=warps),
+                    backward_states=plan.backward_states._replace(rows=rows),
+                )
+
+
 def dot_precision(*tensors: Tensor) -> str:
     """What tiles of these dtypes are multiplied in. float16's range holds no states and large steps, so it is wide."""
     if all(tensor.dtype == torch.bfloat16 for tensor in tensors):
@@ -124,6 +147,17 @@ class _Call:
         self.sizes = (self.heads, self.headdim, self.heads // self.groups, self.state)    # H, P, R, N
         self.rules = (self.plan.dot, dt_softplus, limited)                                # DOT, SOFTPLUS, LIMITED
         self.has = (dt_bias is not None, seq_idx is not None)                             # HAS_BIAS, HAS_SEQ
+
+    def run_tuned(self, name: str, others: Callable[[Plan], Iterator[Plan]], run: Callable[[], tuple]) -> tuple:
+        """`run`, which goes by this call's plan, with the table's plan or the fastest found."""
+
+        def run_with(plan: Plan) -> tuple:
+            self.plan = plan
+            return run()
+
+        sizes = (self.batch.bit_length(), self.length.bit_length(), *self.sizes)
+        kind = (*sizes, *self.rules, *self.has, self.z is not None, self.initial is not None)
+        return run_with(tuned(name, self.x.device, kind, self.plan, others(self.plan), run_with))
 
     def row_strides(self) -> tuple[int, ...]:
         """Of x, dt, B and C."""
@@ -236,7 +270,12 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> out (B, L, H, P) like x, and the final state (B, H, P, N) float32, empty if it is not asked for."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    tiles, plan = call.plan.scan, call.plan
+    return call.run_tuned("ssd_scan", other_scans, lambda: _run_scan(call, D, final_state))
+
+
+def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor, Tensor]:
+    x, z, plan = call.x, call.z, call.plan
+    tiles = plan.scan
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
     span = call.span_for(tiles)
@@ -248,7 +287,7 @@ def _scan(
         final if final_state else None,
     )  # fmt: skip
     numbers = (
-        dt_min, dt_max, call.length, span, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
+        *call.limits, call.length, span, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
         *_strides(call.seq_idx, 1), *_state_strides(entering),
     )  # fmt: skip
     moves = final_state or call.length > tiles.rows
@@ -316,7 +355,16 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Derivatives of x, dt, A, B, C, D, z, dt_bias, initial_states, empty where there is no such input."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    dout, dfinal = _dense(dout), _dense(dfinal, 2)
+    dout, dfinal, shapes = _dense(dout), _dense(dfinal, 2), (x, dt, A, B, C, D, dt_bias)
+    return call.run_tuned("ssd_scan_backward", other_backwards, lambda: _run_backward(call, dout, dfinal, *shapes))
+
+
+def _run_backward(
+    call: _Call, dout: Tensor, dfinal: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, dt_bias: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`_scan_backward` by the call's plan; derivatives are like the inputs as they were given."""
+    z = call.z
     entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal)
     tiles, batch, length, heads = call.plan.backward, call.batch, call.length, call.heads
     chunks = ceil_div(length, tiles.rows)
@@ -337,7 +385,7 @@ def _scan_backward(
         dx, ddt, dB, dC, dz, dA, dD, dbias,
     )  # fmt: skip
     numbers = (
-        dt_min, dt_max, length, together, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
+        *call.limits, length, together, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
         *_strides(call.seq_idx, 1), *_state_strides(entering), *_state_strides(leaving), *dout.stride()[:3],
     )  # fmt: skip
     constants = (

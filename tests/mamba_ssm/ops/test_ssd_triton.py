@@ -326,6 +326,48 @@ def test_autocast_and_host_sync():
     assert torch.equal(out, want)
 
 
+@pytest.fixture
+def tuned_passes(monkeypatch):
+    """Autotuning, with nothing remembered.   -> the passes that were tuned, to look at"""
+    from mamba_ssm.ops.triton import tuning
+
+    monkeypatch.setattr(tuning, "AUTOTUNE", True)
+    monkeypatch.setattr(tuning, "_fastest", {})
+    return tuning._fastest
+
+
+@runs
+@pytest.mark.parametrize("fastest", [0, 3, 7])
+def test_every_plan_gives_the_same(fastest, tuned_passes, monkeypatch):
+    """Each pass runs with the plan that is made the fastest here, not that of the table."""
+    from mamba_ssm.ops.triton import tuning
+
+    numbers = itertools.count()
+    monkeypatch.setattr(tuning, "can_measure", lambda device: True)
+    monkeypatch.setattr(tuning, "launched_milliseconds", lambda call: abs(next(numbers) % 8 - fastest))
+    check(inputs(length=40, headdim=32, state=32), chunk_size=32)
+    assert {name for name, *_ in tuned_passes} == {"ssd_scan", "ssd_scan_backward"}
+
+
+@runs
+def test_plans_differ_and_keep_rows_together():
+    """States and scan of one pass walk over the same chunks."""
+    from mamba_ssm.ops.triton import ssd_triton
+
+    plan = ssd_triton.plan_for(256, 64, 128, 256, "bf16")
+    scans, backwards = list(ssd_triton.other_scans(plan)), list(ssd_triton.other_backwards(plan))
+    assert len(set(scans)) == len(scans) == 16
+    assert len(set(backwards)) == len(backwards) == 8
+    assert all(other.scan.rows == other.states.rows for other in scans)
+    assert all(other.backward.rows == other.backward_states.rows for other in backwards)
+
+
+@on_gpu
+def test_plans_are_timed_on_a_gpu(tuned_passes):
+    check(inputs(2, 256, torch.bfloat16, heads=4, headdim=64, state=16), torch.bfloat16)
+    assert {name for name, *_ in tuned_passes} == {"ssd_scan", "ssd_scan_backward"}
+
+
 def inner_block_inputs(norm, projection, D_has_hdim=False, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
 
