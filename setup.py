@@ -1,4 +1,4 @@
-"""Build of the native selective scan: C++ where there is a compiler, CUDA where there is a toolkit that fits torch.
+"""Build of the native operators: C++ where there is a compiler, CUDA where there is a toolkit that fits torch.
 
     pip install -e . --no-build-isolation
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-SOURCES = Path("csrc/selective_scan")
+SOURCES = Path("csrc")
 EXTENSION = "mamba_ssm.ops._native_ext"
 DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0"
 SANITIZE = os.environ.get("MAMBA_SANITIZE", "")
@@ -98,7 +98,7 @@ def compiler_flags() -> tuple[list[str], list[str]]:
 
 
 def sources(suffix: str, without: str | None) -> list[str]:
-    """All sources with `suffix` under csrc/selective_scan but those in the folder `without`."""
+    """All sources with `suffix` under csrc but those in the folder `without`."""
     found = sorted(path.relative_to(ROOT) for path in (ROOT / SOURCES).rglob(f"*{suffix}"))
     return [str(path) for path in found if path.parent.name != without]
 

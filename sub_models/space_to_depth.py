@@ -36,8 +36,13 @@ def run_relaid(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     Raises:
         ValueError: an axis that has to be cut into blocks has an odd size.
     """
-    layers = list(layers)
-    rows, blocks, bias = x.permute(0, 2, 3, 1), False, None  # (B, height, width, C); does a row hold a block of pixels?
+    return run_rows(layers, x.permute(0, 2, 3, 1), blocks=False)
+
+
+def run_rows(layers: Iterable[nn.Module], rows: Tensor, blocks: bool) -> Tensor:
+    """`run_relaid` from rows of channels on.   rows (B, height, width, C), or (B, height/2, width/2, 4C) with `blocks`,
+    -> (B, O, height', width')."""
+    layers, bias = list(layers), None
     fused = False  # was this layer computed with the one before?
     for i, layer in enumerate(layers):
         following = layers[i + 1] if i + 1 < len(layers) else None
@@ -93,9 +98,13 @@ def relaid_weight(layer: nn.Conv2d | nn.ConvTranspose2d) -> Tensor:
         weight = weight.transpose(0, 1).flip(-2, -1)
     pixels_in = isinstance(layer, nn.ConvTranspose2d) and layer.stride == (2, 2)
     pixels_out = isinstance(layer, nn.Conv2d) and layer.stride == (2, 2)
-    places = [(0, 0)] if pixels_out else [(0, 0), (0, 1), (1, 0), (1, 1)]
-    taps = torch.cat([_taps(weight, *place) for place in places])  # (1·O or 4·O, 2, 2, C, T, T)
+    taps = _taps(weight, 0, 0) if pixels_out else block_taps(weight)  # (1·O or 4·O, 2, 2, C, T, T)
     return taps[:, 0, 0] if pixels_in else taps.flatten(1, 3)
+
+
+def block_taps(weight: Tensor) -> Tensor:
+    """What the pixels of a block read.   weight (O, C, k, k) -> (4·O, 2, 2, C, T, T), by pixel of the block read."""
+    return torch.cat([_taps(weight, row, column) for row in (0, 1) for column in (0, 1)])
 
 
 def _taps(weight: Tensor, row: int, column: int) -> Tensor:

@@ -34,9 +34,10 @@ from sub_models.functions_losses import (
     sample_one_hot,
     uniform_mix_logits,
 )
+from sub_models.fused_encoder import LEVELS, encode_bytes, fusible_layers, may_fuse
 from sub_models.fused_imagination import ActorParts, can_roll_out, roll_out
 from sub_models.optimiser import Optimiser
-from sub_models.space_to_depth import can_relay, run_relaid
+from sub_models.space_to_depth import can_relay, run_relaid, run_rows
 from sub_models.transformer_model import StochasticTransformer
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Encoder(nn.Module):
     """Convolutions that halve the image (the first keeps its size if `first_stride_one`), each with norm and
     activation.
 
-    (B, channels, height, width) in 0..1 -> (B, embed_dim).
+    (B, channels, height, width), floats in 0..1 or uint8 in 0..255, -> (B, embed_dim).
 
     Args:
         image_size: (channels, height, width).
@@ -166,12 +167,20 @@ class Encoder(nn.Module):
             layers += [nn.Conv2d(c_in, c_out, kernel, stride, border), image_norm(norm, c_out), ACTIVATIONS[act]()]
         self.layers = nn.Sequential(*layers)
         self.embed_dim = math.prod(sizes.inner_size)
+        self.size = tuple(image_size[1:])  # height, width
         self.can_relay = can_relay(layers, *image_size[1:])
         self.relaid = False  # computed on blocks of pixels
+        self.fused = 0  # modules of it that `encode_bytes` computes, for images of bytes outside of training
         self.apply(init_truncated_normal)
 
     def forward(self, image: Tensor) -> Tensor:
-        embed = run_relaid(self.layers, image) if self.relaid else self.layers(image)
+        layers = list(self.layers)
+        if image.dtype == torch.uint8 and self.fused and may_fuse(self.training):
+            rows = encode_bytes(layers[: self.fused], image.permute(0, 2, 3, 1))
+            return run_rows(layers[self.fused :], rows, blocks=True).flatten(1)
+        if image.dtype == torch.uint8:
+            image = image.to(layers[0].weight.dtype) / LEVELS
+        embed = run_relaid(layers, image) if self.relaid else self.layers(image)
         return embed.flatten(1)
 
 
@@ -331,7 +340,7 @@ class WorldModel(nn.Module):
         return uniform_mix_logits(logits, self.unimix_ratio)
 
     def posterior(self, image: Tensor) -> Tensor:
-        """log q(z | obs).   (..., channels, height, width) -> (..., K, C)."""
+        """log q(z | obs).   (..., channels, height, width), floats or bytes as `Encoder` takes them -> (..., K, C)."""
         leading = image.shape[:-3]
         embed = self.encoder(image.flatten(0, -4))  # (prod(...), embed_dim)
         return self._mixed(self.posterior_head(embed)).unflatten(0, leading)
@@ -355,6 +364,7 @@ class WorldModel(nn.Module):
         self.fuses_imagination = True
         for stack in (self.encoder, self.decoder):
             stack.relaid = stack.can_relay
+        self.encoder.fused = fusible_layers(self.encoder.layers, *self.encoder.size, self.device)
         self.loss = compiled(self.loss)
         self._start = compiled(self._start)
         self._draw = compiled(self._draw)
@@ -454,7 +464,7 @@ class WorldModel(nn.Module):
 
     def _start(self, contexts: "Batch", max_seqlen: int) -> tuple[Tensor, Any]:
         """d (B, D) and the core's state after the contexts' rows; they and what follows are `max_seqlen` rows."""
-        stoch = sample_one_hot(self.posterior(self.to_image(contexts.obs))).flatten(-2)
+        stoch = sample_one_hot(self.posterior(contexts.obs.movedim(-1, -3))).flatten(-2)
         action = self.encode_action(contexts.action)
         deter, state = self.sequence_model.start(stoch, action, self.segments(contexts.is_first), max_seqlen)
         return deter[:, -1], state
@@ -510,7 +520,7 @@ class WorldModel(nn.Module):
         """Decoded posterior samples of frames.   (B, L, height, width, channels) uint8 -> same."""
         self.eval()
         with self.autocast():
-            stoch = sample_one_hot(self.posterior(self.to_image(obs))).flatten(-2)
+            stoch = sample_one_hot(self.posterior(obs.movedim(-1, -3))).flatten(-2)
         return self._decode_frames(stoch)
 
     @torch.no_grad()
@@ -527,7 +537,7 @@ class WorldModel(nn.Module):
         action = self.encode_action(batch.action)
         seq_idx = self.segments(batch.is_first[:, :context_length])
         with self.autocast():
-            stoch = sample_one_hot(self.posterior(self.to_image(batch.obs[:, :context_length]))).flatten(-2)
+            stoch = sample_one_hot(self.posterior(batch.obs[:, :context_length].movedim(-1, -3))).flatten(-2)
             deter = self.sequence_model(stoch, action[:, :context_length], seq_idx, state)[:, -1]
             stochs = [*stoch.unbind(1)]
             for i in range(context_length, seqlen):

@@ -1,0 +1,124 @@
+// A 5x5 convolution of stride 2 as a product of matrices, read from a frame in shared memory.
+//
+// The frame is held with a border of zeros. Its pixels, of PIXEL = 32 or 64 bytes, lie by row, by parity of the column,
+// then by column: the columns that 16 neighbouring outputs read are neighbours in memory. A pixel's 16-byte chunks
+// change places with its column and row, so that eight neighbours start in different banks. Weights lie as (step, column of
+// the product, 16 numbers), a step being a tap's 16 channels, and change places likewise.
+#pragma once
+#include "tensor_core.cuh"
+
+namespace drama::cuda {
+
+constexpr int KERNEL = 5;
+constexpr int WEIGHT_ROW = 32;  // bytes
+
+// Where a chunk of a pixel lies in it. entry: the pixel's place in its half of a row, the border included.
+template <int PIXEL>
+__device__ __forceinline__ int chunk_at(int chunk, int entry, int row) {
+  return (chunk ^ (entry * PIXEL / 128 % (PIXEL / 16)) ^ (row % 2)) * 16;
+}
+
+// weights: rows of 16 numbers.
+__device__ __forceinline__ void store_weights(char* shared, const uint4* weights, int rows, int thread, int threads) {
+  for (int i = thread; i < 2 * rows; i += threads) {
+    const int row = i / 2, half = i % 2;
+    *reinterpret_cast<uint4*>(shared + row * WEIGHT_ROW + (half ^ (row / 4 % 2)) * 16) = weights[i];
+  }
+}
+
+// Where the row of a weight matrix lies that this lane names to load_matrices.
+__device__ __forceinline__ int weight_row(int lane) {
+  return (lane % 8 + lane / 16 * 8) * WEIGHT_ROW + ((lane / 8 % 2) ^ (lane / 4 % 2)) * 16;
+}
+
+__device__ __forceinline__ void clear(void* shared, int bytes, int thread, int threads) {
+  for (int i = thread; i < bytes / 16; i += threads) static_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// acc: TILES tiles of 16 outputs, ACROSS of them a row of the frame.   pixels: the first tile's first row of the frame.
+template <int PIXEL, int PLANE, int ACROSS, int TILES, int FRAGMENTS>
+__device__ __forceinline__ void strided_product(float (&acc)[TILES][FRAGMENTS][4], uint32_t pixels, uint32_t weights,
+                                                int lane) {
+  constexpr int STEPS = PIXEL / 32, ROW = 2 * PLANE;
+  uint32_t at[KERNEL / 2 + 1][STEPS];  // by columns moved; the tile's first pixel, of a row of even number
+#pragma unroll
+  for (int moved = 0; moved <= KERNEL / 2; ++moved)
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int entry = lane % 16 + moved;
+      at[moved][step] = pixels + entry * PIXEL + chunk_at<PIXEL>(2 * step + lane / 16, entry, 0);
+    }
+  weights += weight_row(lane);
+#pragma unroll 1  // unrolled, addresses of all rows would be kept and registers run out
+  for (int dy = 0; dy < KERNEL; ++dy) {
+#pragma unroll
+    for (int dx = 0; dx < KERNEL; ++dx)
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        uint32_t b[FRAGMENTS / 2][4];
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS / 2; ++f) {
+          load_matrices(b[f], weights + ((dx * STEPS + step) * FRAGMENTS * 8 + f * 16) * WEIGHT_ROW);
+        }
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) {
+          uint32_t a[4];
+          load_matrices(a, at[dx / 2][step] + m / ACROSS * 2 * ROW + dx % 2 * PLANE + m % ACROSS * 16 * PIXEL);
+#pragma unroll
+          for (int f = 0; f < FRAGMENTS / 2; ++f) {
+            multiply_add(acc[m][2 * f], a, b[f][0], b[f][1]);
+            multiply_add(acc[m][2 * f + 1], a, b[f][2], b[f][3]);
+          }
+        }
+      }
+    weights += KERNEL * STEPS * FRAGMENTS * 8 * WEIGHT_ROW;
+#pragma unroll
+    for (int moved = 0; moved <= KERNEL / 2; ++moved)
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) at[moved][step] = (at[moved][step] + ROW) ^ 16;  // chunks change places
+  }
+}
+
+template <int TILES, int FRAGMENTS>
+__device__ __forceinline__ void set_zero(float (&acc)[TILES][FRAGMENTS][4]) {
+#pragma unroll
+  for (int m = 0; m < TILES; ++m)
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) acc[m][f][k] = 0.0f;
+}
+
+// silu(2 (n + shift)) of two neighbouring columns
+__device__ __forceinline__ uint32_t activated(const float* n, const float* shift) {
+  const float2 s = *reinterpret_cast<const float2*>(shift);
+  return pack(silu_of_double(n[0] + s.x), silu_of_double(n[1] + s.y));
+}
+
+// Writes a warp's tiles to global memory as blocks of 2x2 pixels, SIDE pixels to a row; columns of the product are
+// channels in the order that lets a lane write 16 bytes (`_columns` in fused_encoder.py).
+template <int SIDE, int TILES, int FRAGMENTS>
+__device__ __forceinline__ void write_blocks(bf16* out, float (&acc)[TILES][FRAGMENTS][4], const float* shifts,
+                                             int first_row, int lane) {
+  static_assert(FRAGMENTS == 4 || FRAGMENTS == 6);
+  constexpr int ACROSS = SIDE / 16, CHANNELS = FRAGMENTS * 8;
+  const int quad = lane % 4;
+#pragma unroll
+  for (int m = 0; m < TILES; ++m)
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+      const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
+      bf16* pixel = out + ((row / 2 * (SIDE / 2) + column / 2) * 4 + row % 2 * 2 + column % 2) * CHANNELS;
+      uint32_t v[4];
+#pragma unroll
+      for (int f = 0; f < 4; ++f) v[f] = activated(acc[m][f] + 2 * eight, shifts + quad * 8 + 2 * f);
+      store16(pixel + quad * 8, v);
+      if constexpr (FRAGMENTS == 6) {
+        const float* more = shifts + 32 + quad * 4;
+        *reinterpret_cast<uint2*>(pixel + 32 + quad * 4) =
+            make_uint2(activated(acc[m][4] + 2 * eight, more), activated(acc[m][5] + 2 * eight, more + 2));
+      }
+    }
+}
+
+}  // namespace drama::cuda

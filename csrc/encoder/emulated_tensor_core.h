@@ -1,0 +1,164 @@
+// cuda/tensor_core.cuh on a CPU, so that the kernels' indices can be tested without a GPU. A thread of the GPU is a fiber;
+// a block's threads take turns, one step each, and a warp's instruction takes two turns: all lanes lay their registers
+// down, then each takes what it gets.
+#ifndef DRAMA_TENSOR_CORE
+#define DRAMA_TENSOR_CORE
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct float2 {
+  float x, y;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+
+namespace emulated {
+
+constexpr int THREADS = 1024, STACK = 1 << 16, SHARED = 232448;  // shared memory of a block on compute capability 9.0
+
+struct Block {
+  alignas(128) char shared[SHARED];
+  uint32_t registers[THREADS][8];
+  ucontext_t scheduler, fibers[THREADS];
+  bool ended[THREADS];
+  int threads, current, arrived, barriers, conflicts;
+  std::function<void(int)> body;
+  std::vector<char> stacks = std::vector<char>(size_t(THREADS) * STACK);
+};
+inline Block block;
+
+inline void take_turns() { swapcontext(&block.fibers[block.current], &block.scheduler); }
+
+inline void start(int thread) {
+  block.body(thread);
+  block.ended[thread] = true;
+}
+
+// Runs body(thread) for every thread of a block; shared memory begins as NaN.
+inline void run_block(int threads, std::function<void(int)> body) {
+  std::memset(block.shared, 0xff, SHARED);
+  block.body = std::move(body);
+  block.threads = threads;
+  block.arrived = 0;
+  for (int t = 0; t < threads; ++t) {
+    auto& fiber = block.fibers[t];
+    block.ended[t] = false;
+    getcontext(&fiber);
+    fiber.uc_stack.ss_sp = &block.stacks[size_t(t) * STACK];
+    fiber.uc_stack.ss_size = STACK;
+    fiber.uc_link = &block.scheduler;
+    makecontext(&fiber, reinterpret_cast<void (*)()>(start), 1, t);
+  }
+  for (bool more = true; more;) {
+    more = false;
+    for (int t = 0; t < threads; ++t) {
+      if (block.ended[t]) continue;
+      block.current = t;
+      swapcontext(&block.scheduler, &block.fibers[t]);
+      more = more || !block.ended[t];
+    }
+    if (block.arrived == threads) {
+      block.arrived = 0;
+      ++block.barriers;
+    }
+  }
+}
+
+inline uint32_t* of_lane(int lane) { return block.registers[block.current / 32 * 32 + lane]; }
+inline float widen(uint32_t pair, int high) {
+  const uint32_t bits = high ? pair & 0xffff0000u : pair << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+}  // namespace emulated
+
+inline void __syncthreads() {
+  const int before = emulated::block.barriers;
+  ++emulated::block.arrived;
+  do emulated::take_turns();
+  while (before == emulated::block.barriers);
+}
+
+namespace drama::cuda {
+
+using bf16 = uint16_t;
+
+inline uint32_t shared_address(const void* p) { return static_cast<const char*>(p) - emulated::block.shared; }
+
+inline char* place16(uint32_t address) {
+  if (address % 16 != 0 || address + 16 > emulated::SHARED) std::abort();
+  return emulated::block.shared + address;
+}
+
+inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
+  const int lane = emulated::block.current % 32;
+  emulated::of_lane(lane)[0] = row;
+  emulated::take_turns();
+  for (int m = 0; m < 4; ++m) {
+    std::memcpy(&r[m], place16(emulated::of_lane(8 * m + lane / 4)[0]) + lane % 4 * 4, 4);
+    int banks = 0;
+    for (int i = 0; i < 8; ++i) banks |= 1 << emulated::of_lane(8 * m + i)[0] / 16 % 8;
+    emulated::block.conflicts += banks != 255;
+  }
+  emulated::take_turns();
+}
+
+inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const int lane = emulated::block.current % 32;
+  uint32_t* mine = emulated::of_lane(lane);
+  std::memcpy(mine, a, 16);
+  mine[4] = b0;
+  mine[5] = b1;
+  emulated::take_turns();
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t left = emulated::of_lane(row % 8 * 4 + k % 8 / 2)[k / 8 * 2 + row / 8];
+      const uint32_t right = emulated::of_lane(column * 4 + k % 8 / 2)[4 + k / 8];
+      c[i] += emulated::widen(left, k % 2) * emulated::widen(right, k % 2);
+    }
+  }
+  emulated::take_turns();
+}
+
+inline float silu_of_double(float h) { return h + h * std::tanh(h); }
+
+inline uint32_t pack(float low, float high) {
+  uint32_t bits[2];
+  const float values[2] = {low, high};
+  std::memcpy(bits, values, 8);
+  for (uint32_t& b : bits) b = (b + 0x7fff + (b >> 16 & 1)) >> 16;
+  return bits[0] | bits[1] << 16;
+}
+
+template <int I>
+inline float byte_of(uint32_t word) {
+  return static_cast<float>(word >> 8 * I & 255);
+}
+
+inline void copy16(uint32_t to, const void* from) { std::memcpy(place16(to), from, 16); }
+inline void commit_copies() {}
+template <int PENDING>
+inline void wait_for_copies() {}
+inline void store16(void* to, const uint32_t (&v)[4]) { std::memcpy(to, v, 16); }
+
+}  // namespace drama::cuda
+
+#endif
