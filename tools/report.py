@@ -295,9 +295,9 @@ _CURVES = (
 )
 _SAMPLES = (
     "Reconstructions: frames, what the decoder made of them, the difference. Open-loop predictions: after the line the "
-    "model gets the actions that were taken, and no frames; where another episode begins, which it can't foresee, a blue "
-    "line says so. Imagined rollouts: after the line the policy plays inside the model alone. Shrunk to fit a page; the "
-    "originals are in the folders of the runs."
+    "model gets the actions that were taken, and no frames; where another episode begins, which it can't foresee, a "
+    "blue line says so. Imagined rollouts: after the line the policy plays inside the model alone. Shrunk to fit a "
+    "page; the originals are in the folders of the runs."
 )
 
 
