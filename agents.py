@@ -251,11 +251,11 @@ class ActorCriticAgent(nn.Module):
 
     def policy(self, feature: Tensor) -> Tensor:
         """Parameters of the action distribution.   (..., F) -> (..., A) or (..., 2A), float32."""
-        return self._policy(self._normed(feature))
+        return self._policy(self.feature_norm(feature))
 
-    def _normed(self, feature: Tensor) -> Tensor:
-        """What the networks take, in the type of their products.   (..., F) -> (..., F)."""
-        normed = self.feature_norm(feature)
+    def _normed(self, rollout: Rollout) -> Tensor:
+        """What the networks take of a rollout, in the type of their products.   -> (B, H+1, F)."""
+        normed = self.feature_norm(rollout.feature) if rollout.normed is None else rollout.normed
         return normed if self.autocast_dtype is None else normed.to(self.autocast_dtype)
 
     def _policy(self, normed: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class ActorCriticAgent(nn.Module):
 
     def _loss(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a whole rollout, and its parts as detached 0-d tensors; moves the return scale."""
-        normed = self._normed(rollout.feature)  # (B, H+1, F), once for all networks
+        normed = self._normed(rollout)  # (B, H+1, F), once for all networks
         value_logits = self._value_logits(self.critic, normed)  # (B, H+1, N)
         value = self.value_code.decode(value_logits).detach()
         target, slow_target = self._targets(rollout, normed, value)
@@ -436,7 +436,7 @@ class PPOAgent(ActorCriticAgent):
     def _judge(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """λ-returns with the critic's and with the slow critic's values, the critic's values, (B, H) each, and what the
         networks take of the steps' features (B, H, F)."""
-        normed = self._normed(rollout.feature)
+        normed = self._normed(rollout)
         value = self.value_code.decode(self._value_logits(self.critic, normed))  # (B, H+1)
         return *self._targets(rollout, normed, value), value[:, :-1], normed[:, :-1]
 

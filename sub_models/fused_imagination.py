@@ -53,31 +53,27 @@ def roll_out(
     state: Any,
     latent_ticket: Tensor,
     action_ticket: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """d (B, D) and the core's state, which is moved on; latent_ticket (H+1, B, K), action_ticket (H, B) uniform in 0..1
-    -> feature (B, H+1, F) float32, action (B, H) int64, its log-probability (B, H) float32."""
+    -> feature (B, H+1, F) float32, action (B, H) int64, its log-probability (B, H) float32, and the normed feature
+    (B, H+1, F) in the type of the policy's products."""
     horizon, batch_size = action_ticket.shape
     feature = torch.empty((batch_size, horizon + 1, world_model.feature_dim), device=deter.device)
     action = torch.empty((batch_size, horizon), dtype=torch.int64, device=deter.device)
     log_prob = torch.empty((batch_size, horizon), device=deter.device)
-    normed = torch.empty_like(feature[:, 0], dtype=world_model.compute_dtype)
+    normed = torch.empty_like(feature, dtype=world_model.compute_dtype)
     index = torch.empty_like(latent_ticket[0], dtype=torch.int32)
-    policy_input = (actor.mean, actor.variance, actor.variance_floor, normed, index)
     sample, embed_row = _Sampler(actor, normed.dtype), _Stem(world_model, normed.dtype)
-    for i in range(horizon):
-        _draw(world_model, deter, latent_ticket[i], feature[:, i], policy_input)
-        sample(normed, action_ticket[i], action[:, i], log_prob[:, i])
-        hidden = embed_row(index, action[:, i]).unsqueeze(1)  # (B, 1, M)
-        deter = world_model.sequence_model.run_blocks(hidden, state=state).squeeze(1)
-    _draw(world_model, deter, latent_ticket[horizon], feature[:, horizon], None)
-    return feature, action, log_prob
-
-
-def _draw(
-    world_model: "WorldModel", deter: Tensor, ticket: Tensor, feature: Tensor, policy_input: tuple | None
-) -> None:
-    logits = world_model.prior_head(deter)
-    draw_latent(logits, ticket, deter, world_model.unimix_ratio, feature, world_model.num_classes, policy_input)
+    for i in range(horizon + 1):
+        draw_latent(
+            world_model.prior_head(deter), latent_ticket[i], deter, world_model.unimix_ratio, actor.mean,
+            actor.variance, actor.variance_floor, feature[:, i], normed[:, i], index, world_model.num_classes,
+        )  # fmt: skip
+        if i < horizon:
+            sample(normed[:, i], action_ticket[i], action[:, i], log_prob[:, i])
+            hidden = embed_row(index, action[:, i]).unsqueeze(1)  # (B, 1, M)
+            deter = world_model.sequence_model.run_blocks(hidden, state=state).squeeze(1)
+    return feature, action, log_prob, normed
 
 
 class _Sampler:

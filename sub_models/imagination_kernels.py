@@ -42,9 +42,9 @@ def _softmax(logits, inside):
 @triton.jit
 def _draw_latent_kernel(
     logits_ptr, ticket_ptr, deter_ptr, mean_ptr, variance_ptr, feature_ptr, normed_ptr, index_ptr,
-    stride_logits, stride_deter, stride_feature, ratio, floor,
+    stride_logits, stride_deter, stride_feature, stride_normed, ratio, floor,
     K: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr, TO_ACT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k, c, d = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
@@ -60,16 +60,15 @@ def _draw_latent_kernel(
     feature_ptr += row * stride_feature
     tl.store(feature_ptr + cell, stoch, mask=inside)
     tl.store(feature_ptr + K * C + d, deter, mask=d < D)
-    if TO_ACT:
-        tl.store(index_ptr + row * K + k, index, mask=k < K)
-        normed_ptr += row * (K * C + D)
-        element = normed_ptr.dtype.element_ty
-        mean = tl.load(mean_ptr + cell, mask=inside, other=0.0)
-        scale = tl.rsqrt(tl.load(variance_ptr + cell, mask=inside, other=1.0) + floor)
-        tl.store(normed_ptr + cell, ((stoch - mean) * scale).to(element), mask=inside)
-        mean = tl.load(mean_ptr + K * C + d, mask=d < D, other=0.0)
-        scale = tl.rsqrt(tl.load(variance_ptr + K * C + d, mask=d < D, other=1.0) + floor)
-        tl.store(normed_ptr + K * C + d, ((deter - mean) * scale).to(element), mask=d < D)
+    tl.store(index_ptr + row * K + k, index, mask=k < K)
+    normed_ptr += row * stride_normed
+    element = normed_ptr.dtype.element_ty
+    mean = tl.load(mean_ptr + cell, mask=inside, other=0.0)
+    scale = tl.rsqrt(tl.load(variance_ptr + cell, mask=inside, other=1.0) + floor)
+    tl.store(normed_ptr + cell, ((stoch - mean) * scale).to(element), mask=inside)
+    mean = tl.load(mean_ptr + K * C + d, mask=d < D, other=0.0)
+    scale = tl.rsqrt(tl.load(variance_ptr + K * C + d, mask=d < D, other=1.0) + floor)
+    tl.store(normed_ptr + K * C + d, ((deter - mean) * scale).to(element), mask=d < D)
 
 
 def draw_latent(
@@ -77,22 +76,26 @@ def draw_latent(
     ticket: Tensor,
     deter: Tensor,
     ratio: float,
+    mean: Tensor,
+    variance: Tensor,
+    floor: float,
     feature: Tensor,
+    normed: Tensor,
+    index: Tensor,
     num_classes: int,
-    policy_input: tuple[Tensor, Tensor, float, Tensor, Tensor] | None,
 ) -> None:
-    """Write concat(ẑ, d) into feature (B, F), float32.   logits (B, Z); ticket (B, K) in 0..1; deter (B, D).
+    """Write concat(ẑ, d) into feature (B, F) float32, (feature - mean) / √(variance + floor) into normed (B, F), the
+    classes of ẑ into index (B, K) int32.
 
-    policy_input: mean (F), variance (F) and floor of `FeatureNorm`, and what else is written: the normed feature (B, F)
-    and the classes of ẑ (B, K) int32. None: nothing.
+    logits (B, Z); ticket (B, K) in 0..1; deter (B, D); mean, variance (F). Rows of logits, deter, feature and normed
+    may have gaps.
     """
-    mean, variance, floor, normed, index = policy_input or (None, None, 0.0, None, None)
     rows, categoricals, width = logits.shape[0], ticket.shape[1], deter.shape[1]
     _draw_latent_kernel[(rows,)](
         logits, ticket, deter, mean, variance, feature, normed, index,
-        logits.stride(0), deter.stride(0), feature.stride(0), ratio, floor,
+        logits.stride(0), deter.stride(0), feature.stride(0), normed.stride(0), ratio, floor,
         K=categoricals, C=num_classes, D=width, BLOCK_K=next_power_of_two(categoricals),
-        BLOCK_C=next_power_of_two(num_classes), BLOCK_D=next_power_of_two(width), TO_ACT=policy_input is not None,
+        BLOCK_C=next_power_of_two(num_classes), BLOCK_D=next_power_of_two(width),
     )  # fmt: skip
 
 

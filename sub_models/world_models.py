@@ -60,6 +60,7 @@ class Rollout(NamedTuple):
     termination: Tensor  # (B, H) float32 in {0, 1}: action i ended the life or the episode
     log_prob: Tensor  # (B, H) float32, nats, under the policy that acted
     weight: Tensor  # (B, H) float32: 0 where the rollout was dead before step i
+    normed: Tensor | None = None  # (B, H+1, F): the features as the policy's networks took them, where that was kept
 
 
 class Policy(Protocol):
@@ -455,12 +456,13 @@ class WorldModel(nn.Module):
             deter, state = self._start(contexts, context_length + horizon)  # (B, D)
             actor = policy.actor_parts() if self.fuses_imagination else None
             if can_roll_out(self, actor, deter):
-                feature, action, log_prob = roll_out(self, actor, deter, state, latent_ticket, action_noise)
+                steps = roll_out(self, actor, deter, state, latent_ticket, action_noise)
             else:
-                feature, action, log_prob = self._roll_out(policy, deter, state, latent_ticket, action_noise)
+                steps = self._roll_out(policy, deter, state, latent_ticket, action_noise)
+            feature, action, log_prob, normed = steps
             # d_{i+1} tells what a_i earned and whether it ended
             reward, termination, weight = self._outcome(feature, contexts.termination[:, -1])
-        return Rollout(feature, action, reward, termination, log_prob, weight)
+        return Rollout(feature, action, reward, termination, log_prob, weight, normed)
 
     def _start(self, contexts: "Batch", max_seqlen: int) -> tuple[Tensor, Any]:
         """d (B, D) and the core's state after the contexts' rows; they and what follows are `max_seqlen` rows."""
@@ -471,9 +473,10 @@ class WorldModel(nn.Module):
 
     def _roll_out(
         self, policy: Policy, deter: Tensor, state: Any, latent_ticket: Tensor, action_noise: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
         """H imagined steps from d (B, D) and the core's state, which is moved on.   latent_ticket (H+1, B, K), action
-        noise (H, B, ...) -> feature (B, H+1, F), action (B, H) or (B, H, A), its log-probability (B, H)."""
+        noise (H, B, ...) -> feature (B, H+1, F), action (B, H) or (B, H, A), its log-probability (B, H), and no normed
+        features."""
         features, actions, log_probs = [], [], []
         for ticket, noise in zip(latent_ticket, action_noise, strict=False):
             feature, encoded_action, action, log_prob = self._draw(policy, deter, ticket, noise)
@@ -482,7 +485,7 @@ class WorldModel(nn.Module):
             actions.append(action)
             log_probs.append(log_prob)
         features.append(self._feature(deter, latent_ticket[-1]))
-        return torch.stack(features, dim=1), torch.stack(actions, dim=1), torch.stack(log_probs, dim=1)
+        return *(torch.stack(steps, dim=1) for steps in (features, actions, log_probs)), None
 
     def _draw(
         self, policy: Policy, deter: Tensor, latent_ticket: Tensor, action_noise: Tensor

@@ -50,9 +50,10 @@ def test_steps_by_kernels_equal_plain_ones(backbone, num_layers, unimix_ratio):
     world_model, agent = prepare(backbone, num_layers=num_layers, unimix_ratio=unimix_ratio)
     deter, state, *tickets = inputs_of(world_model, agent)
     twin = state.clone()
-    expected = world_model._roll_out(agent, deter, state, *tickets)
+    *expected, _ = world_model._roll_out(agent, deter, state, *tickets)
+    expected.append(agent.feature_norm(expected[0]))
     got = roll_out(world_model, agent.actor_parts(), deter, twin, *tickets)
-    for name, ours, plain in zip(("feature", "action", "log_prob"), got, expected, strict=True):
+    for name, ours, plain in zip(("feature", "action", "log_prob", "normed"), got, expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
     for ours, plain in zip(twin.tensors(), state.tensors(), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
@@ -67,10 +68,14 @@ def test_every_class_is_drawn_by_its_share():
     ticket = ((torch.arange(rows, device=DEVICE) + 0.5) / rows).unsqueeze(1).expand(-1, K).contiguous()
     feature = torch.full((rows, K * C + D), float("nan"), device=DEVICE)
     deter = torch.randn(rows, 2, D, device=DEVICE)[:, 1]  # rows with gaps, as the last one of a context has
-    draw_latent(logits, ticket, deter, ratio, feature, C, None)
+    norm = torch.randn(2, K * C + D, device=DEVICE).square()  # mean and variance
+    normed, index = torch.empty_like(feature), torch.empty_like(ticket, dtype=torch.int32)
+    draw_latent(logits, ticket, deter, ratio, *norm, 0.1, feature, normed, index, C)
     share = (1 - ratio) * logits[0].view(K, C).softmax(-1) + ratio / C
     assert (feature[:, : K * C].view(rows, K, C).mean(0) - share).abs().max() < 1.5 / rows
     assert torch.equal(feature[:, K * C :], deter)
+    assert torch.equal(feature[:, : K * C].view(rows, K, C).argmax(-1), index.long())
+    torch.testing.assert_close(normed, (feature - norm[0]) / (norm[1] + 0.1).sqrt())
 
 
 def test_what_is_rolled_out_by_kernels():
@@ -111,5 +116,6 @@ def test_imagination_is_the_same_with_kernels(monkeypatch):
         world_model.fuses_imagination = fuses
         torch.manual_seed(2)
         rollouts.append(world_model.imagine(agent, contexts, H))
-    for plain, fused in zip(*rollouts, strict=True):
+    assert rollouts[1].normed is not None
+    for plain, fused in zip(rollouts[0][:-1], rollouts[1][:-1], strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
