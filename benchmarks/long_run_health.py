@@ -3,12 +3,14 @@
     python benchmarks/long_run_health.py                        # the quickstart with a quarter of its updates
     python benchmarks/long_run_health.py --full                 # the quickstart as it is: some 40 minutes on two cores
     python benchmarks/long_run_health.py --steps 3000 --label h200
+    python benchmarks/long_run_health.py --attach PID --run-dir runs     # a training that goes on beside, until it ends
 
 The run goes through everything that a run does: acting, both updates, metrics, checkpoints with replay files (the ring
 wraps), evaluations with worker processes and videos, pictures. A thread looks once a second at this process: resident
 memory, open file handles, threads, bytes of the logs (metrics.jsonl and TensorBoard's events), and on a GPU the memory
-that torch has allocated and reserved. Growth is a straight line fitted to medians of equally many steps (an evaluation
-has handles and memory of its own for a moment), after the first quarter, in which buffers fill and allocators warm up.
+that torch has allocated and reserved (of a training beside, what its GPU has in use). Growth is a straight line fitted
+to medians of equally many steps (an evaluation has handles and memory of its own for a moment), after the first
+quarter, in which buffers fill and allocators warm up.
 Writes benchmarks/results/long_run_<label>.json and .png; exit code 1 if memory or handles grew, or if a step costs the
 logs more bytes at the end than before.
 """
@@ -17,6 +19,8 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -46,14 +50,22 @@ MEDIANS = 12
 LOG_GROWTH = 1.25  # bytes a step in the last third over those in the second
 
 
-def resident_mib() -> float:
-    """Host memory of this process without its workers, MiB."""
-    with open("/proc/self/statm") as file:
+def resident_mib(pid: int | str = "self") -> float:
+    """Host memory of a process without its workers, MiB; 0 of one that ended and is still listed."""
+    with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def gpu_used_mib() -> float | None:
+    """Memory of the first GPU that is in use, by whomever; None without NVIDIA's tool."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+
+
 class Watch:
-    """Samples of this process, one dict each, taken by a thread between `with` and its end."""
+    """Samples of a process, one dict each: of this one between `with` and its end, by a thread, or of another one."""
 
     def __init__(self, run_dir: Path, period: float) -> None:
         self.run_dir, self.period = run_dir, period
@@ -70,6 +82,19 @@ class Watch:
         self._end.set()
         self._thread.join()
 
+    def follow(self, pid: int) -> None:
+        """Sample process `pid` until it ends."""
+        while True:
+            try:
+                step = self._step()
+                sample = {"step": step, **self._look_at(pid)}
+            except (FileNotFoundError, ProcessLookupError):
+                return
+            if not sample["resident_mib"]:
+                return
+            self.samples += [sample] if step is not None else []
+            time.sleep(self.period)
+
     def _sample_until_end(self) -> None:
         while not self._end.wait(self.period):
             step = self._step()
@@ -85,15 +110,19 @@ class Watch:
             return json.loads(lines[-1])["step"] if lines else None
         return None
 
-    def _look(self) -> dict[str, float]:
+    def _look_at(self, pid: int | str) -> dict[str, float]:
         logs = [*self.run_dir.glob("*/metrics.jsonl"), *self.run_dir.glob("*/tb/*")]
-        sample = {
+        used = gpu_used_mib() if pid != "self" else None
+        return {
             "seconds": round(time.monotonic() - self._start, 1),
-            "resident_mib": round(resident_mib(), 2),
-            "handles": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
+            "resident_mib": round(resident_mib(pid), 2),
+            "handles": len(os.listdir(f"/proc/{pid}/fd")),
+            "threads": threading.active_count() if pid == "self" else len(os.listdir(f"/proc/{pid}/task")),
             "log_bytes": sum(path.stat().st_size for path in logs),
-        }
+        } | ({} if used is None else {"gpu_used_mib": used})
+
+    def _look(self) -> dict[str, float]:
+        sample = self._look_at("self")
         if torch.cuda.is_available():
             sample["gpu_allocated_mib"] = round(torch.cuda.memory_allocated() / 2**20, 2)
             sample["gpu_reserved_mib"] = round(torch.cuda.memory_reserved() / 2**20, 2)
@@ -116,7 +145,7 @@ def verdict(samples: list[dict[str, float]]) -> dict[str, dict[str, float | bool
     steps = column["step"]
     settled = steps >= SETTLED * steps[-1]
     found = {}
-    for name in ("resident_mib", "gpu_allocated_mib", "gpu_reserved_mib", "handles", "threads"):
+    for name in ("resident_mib", "gpu_allocated_mib", "gpu_reserved_mib", "gpu_used_mib", "handles", "threads"):
         if name not in column:
             continue
         rise, mean = growth(steps, column[name]), float(column[name][settled].mean())
@@ -149,6 +178,28 @@ def draw(samples: list[dict[str, float]], path: Path) -> None:
     canvas.print_png(path)
 
 
+def train_and_watch(args: argparse.Namespace, words: Sequence[str]) -> tuple[Watch, list[str]]:
+    """Train here; returns the samples and the options. SystemExit where training fails."""
+    quickstart = ["--config", str(ROOT / "config_files" / "quickstart.yaml")]
+    chosen = [*quickstart, *([] if args.full else FEWER_UPDATES), *EVALUATING, *words]
+    with tempfile.TemporaryDirectory() as folder:
+        own = [f"--JointTrainAgent.SampleMaxSteps={args.steps}", f"--BasicSettings.RunDir={folder}"]
+        with Watch(Path(folder), args.period) as watch:
+            code = train([*chosen, *own])
+    if code:
+        raise SystemExit(code)
+    return watch, [Path(word).name if word.endswith(".yaml") else word for word in chosen]
+
+
+def watch_beside(args: argparse.Namespace) -> tuple[Watch, list[str]]:
+    """Samples of the process `--attach` until it ends."""
+    watch = Watch(args.run_dir, args.period)
+    watch.follow(args.attach)
+    if len(watch.samples) < MEDIANS:
+        raise SystemExit(f"{len(watch.samples)} samples of process {args.attach}, expected at least {MEDIANS}")
+    return watch, ["attached"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
@@ -156,20 +207,17 @@ def main() -> int:
     parser.add_argument("--label", default=platform.machine())
     parser.add_argument("--period", type=float, default=1.0, help="seconds between two samples")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--attach", type=int, metavar="PID", help="watch this training instead of one of our own")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="its BasicSettings.RunDir, with one run in it"
+    )
     args, words = parser.parse_known_args()
-    quickstart = ["--config", str(ROOT / "config_files" / "quickstart.yaml")]
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = [*quickstart, *([] if args.full else FEWER_UPDATES), *EVALUATING, *words]
-        own = [f"--JointTrainAgent.SampleMaxSteps={args.steps}", f"--BasicSettings.RunDir={folder}"]
-        with Watch(Path(folder), args.period) as watch:
-            code = train([*chosen, *own])
-    if code:
-        return code
+    watch, options = train_and_watch(args, words) if args.attach is None else watch_beside(args)
     report = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": str(torch.__version__),
-        "options": [Path(word).name if word.endswith(".yaml") else word for word in chosen],
-        "steps": args.steps,
+        "options": options,
+        "steps": args.steps if args.attach is None else watch.samples[-1]["step"],
         "verdict": verdict(watch.samples),
         "samples": watch.samples[:: max(1, len(watch.samples) // 200)],
     }

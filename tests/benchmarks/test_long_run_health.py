@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.long_run_health import verdict
+from benchmarks.long_run_health import Watch, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,26 @@ def samples(memory_leak=0.0, handle_leak=0.0, log_leak=0.0, count=400):
 def test_leaks_are_seen_and_noise_is_not(leak, sick):
     found = verdict(samples(**leak))
     assert {name for name, figure in found.items() if not figure["flat"]} == sick
+
+
+def test_a_training_beside_is_watched_until_it_ends(tmp_path):
+    """For runs that are too dear to be made for their health's sake."""
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    log = """import sys, time
+for step in range(1, 60):
+    with open(sys.argv[1], "a") as file:
+        file.write('{"step": %d}\\n' % step)
+    time.sleep(0.02)
+"""
+    with subprocess.Popen([sys.executable, "-c", log, str(folder / "metrics.jsonl")]) as process:
+        watch = Watch(folder.parent, period=0.01)
+        waiter = threading.Thread(target=process.wait)
+        waiter.start()
+        watch.follow(process.pid)
+        waiter.join()
+    assert len(watch.samples) >= 12 and watch.samples[-1]["step"] > 30
+    assert verdict(watch.samples)["handles"]["flat"] and watch.samples[0]["resident_mib"] > 1
 
 
 @pytest.mark.slow
