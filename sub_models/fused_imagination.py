@@ -17,7 +17,7 @@ from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
 from mamba_ssm.ops.triton.launch import why_not
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
-    from sub_models.imagination_kernels import ACTOR_WIDTH, draw_action, draw_latent, embed
+    from sub_models.imagination_kernels import ACTOR_WIDTH, draw_action, draw_latent, embed, run_draw_one_hot
 
 if TYPE_CHECKING:
     from sub_models.world_models import WorldModel
@@ -31,6 +31,22 @@ class ActorParts(NamedTuple):
     variance: Tensor  # (F)
     variance_floor: float
     unimix_ratio: float
+
+
+def can_draw(logits: Tensor) -> bool:
+    """Whether `draw_one_hot` takes this head output: on a GPU, at most single precision, no gradient to come."""
+    return (
+        NO_KERNELS is None
+        and logits.is_cuda
+        and logits.dtype != torch.float64
+        and not (torch.is_grad_enabled() and logits.requires_grad)
+    )
+
+
+def draw_one_hot(logits: Tensor, ticket: Tensor, unimix_ratio: float) -> Tensor:
+    """The latent that each ticket falls upon, in one launch.   head output (..., Z), ticket (..., K) float32 in 0..1 ->
+    one-hot codes (..., Z) in logits' dtype."""
+    return run_draw_one_hot(logits.flatten(0, -2), ticket.flatten(0, -2), unimix_ratio).view(logits.shape)
 
 
 def can_roll_out(world_model: "WorldModel", actor: ActorParts | None, deter: Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""Triton kernels of an imagined step; the mathematics is that of `WorldModel._draw`, `CategoricalActions` and the stem
-of `MambaWrapperModel`, which `fused_imagination` says more about.
+"""Triton kernels of imagination; the mathematics is that of `WorldModel`, `CategoricalActions` and the stem of
+`MambaWrapperModel`, which `fused_imagination` says more about.
 
+    draw_one_hot  head output -> z by the inverse of its cumulative distribution
     draw_latent   head output -> ẑ by the inverse of its cumulative distribution, concat(ẑ, d), the policy's input
     draw_action   first linear layer's output of the actor -> the rest of the actor, action, log π(action)
     embed         class indices of ẑ and an action -> silu(rmsnorm(W concat(ẑ, one-hot of the action) + b)), for which
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mamba_ssm.ops.triton.jit_math import silu
-from mamba_ssm.ops.triton.launch import ceil_div, next_power_of_two
+from mamba_ssm.ops.triton.launch import ceil_div, define, next_power_of_two
 
 Tensor = torch.Tensor
 
@@ -40,6 +41,53 @@ def _softmax(logits, inside):
 
 
 @triton.jit
+def _draw(
+    logits_ptr, ticket_ptr, ratio, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Of one row: its classes (K), their one-hot code, that code's places in a row, and which of them there are."""
+    k, c = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_C)
+    inside = (k < K)[:, None] & (c < C)[None, :]  # (K, C)
+    cell = k[:, None] * C + c[None, :]
+    logits = tl.load(logits_ptr + cell, mask=inside, other=0.0).to(tl.float32)
+    logits = tl.where((c < C)[None, :], logits, -float("inf"))
+    probs = (1.0 - ratio) * _softmax(logits, (c < C)[None, :]) + tl.where(inside, ratio / C, 0.0)
+    ticket = tl.load(ticket_ptr + k, mask=k < K, other=0.0)
+    index = _class_at(probs, ticket, C)  # (K)
+    return index, (c[None, :] == index[:, None]).to(tl.float32), cell, inside
+
+
+@triton.jit
+def _draw_one_hot_kernel(
+    logits_ptr, ticket_ptr, out_ptr, stride_logits, ratio,
+    K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    _, stoch, cell, inside = _draw(logits_ptr, ticket_ptr + row * K, ratio, K, C, BLOCK_K, BLOCK_C)
+    tl.store(out_ptr + row * K * C + cell, stoch.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _launch_draw_one_hot(logits: Tensor, ticket: Tensor, ratio: float) -> Tensor:
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    rows, categoricals = ticket.shape
+    classes = logits.shape[1] // categoricals
+    if rows:
+        _draw_one_hot_kernel[(rows,)](
+            logits, ticket.contiguous(), out, logits.stride(0), ratio, K=categoricals, C=classes,
+            BLOCK_K=next_power_of_two(categoricals), BLOCK_C=next_power_of_two(classes),
+        )  # fmt: skip
+    return out
+
+
+# logits (B, Z) with classes side by side, ticket (B, K) in 0..1, float32 -> one-hot codes (B, Z) in logits' dtype
+run_draw_one_hot = define(
+    "draw_one_hot(Tensor logits, Tensor ticket, float ratio) -> Tensor",
+    _launch_draw_one_hot,
+    lambda logits, ticket, ratio: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
+)
+
+
+@triton.jit
 def _draw_latent_kernel(
     logits_ptr, ticket_ptr, deter_ptr, mean_ptr, variance_ptr, feature_ptr, normed_ptr, index_ptr,
     stride_logits, stride_deter, stride_feature, stride_normed, ratio, floor,
@@ -47,15 +95,9 @@ def _draw_latent_kernel(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    k, c, d = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-    inside = (k < K)[:, None] & (c < C)[None, :]  # (K, C)
-    cell = k[:, None] * C + c[None, :]
-    logits = tl.load(logits_ptr + row * stride_logits + cell, mask=inside, other=0.0).to(tl.float32)
-    logits = tl.where((c < C)[None, :], logits, -float("inf"))
-    probs = (1.0 - ratio) * _softmax(logits, (c < C)[None, :]) + tl.where(inside, ratio / C, 0.0)
-    ticket = tl.load(ticket_ptr + row * K + k, mask=k < K, other=0.0)
-    index = _class_at(probs, ticket, C)  # (K)
-    stoch = (c[None, :] == index[:, None]).to(tl.float32)
+    k, d = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    logits_ptr += row * stride_logits
+    index, stoch, cell, inside = _draw(logits_ptr, ticket_ptr + row * K, ratio, K, C, BLOCK_K, BLOCK_C)
     deter = tl.load(deter_ptr + row * stride_deter + d, mask=d < D, other=0.0).to(tl.float32)
     feature_ptr += row * stride_feature
     tl.store(feature_ptr + cell, stoch, mask=inside)

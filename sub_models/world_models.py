@@ -35,7 +35,7 @@ from sub_models.functions_losses import (
     uniform_mix_logits,
 )
 from sub_models.fused_encoder import LEVELS, encode_bytes, fusible_layers, may_fuse
-from sub_models.fused_imagination import ActorParts, can_roll_out, roll_out
+from sub_models.fused_imagination import ActorParts, can_draw, can_roll_out, draw_one_hot, roll_out
 from sub_models.optimiser import Optimiser
 from sub_models.space_to_depth import can_relay, run_relaid, run_rows
 from sub_models.transformer_model import StochasticTransformer
@@ -342,9 +342,11 @@ class WorldModel(nn.Module):
 
     def posterior(self, image: Tensor) -> Tensor:
         """log q(z | obs).   (..., channels, height, width), floats or bytes as `Encoder` takes them -> (..., K, C)."""
-        leading = image.shape[:-3]
+        return self._mixed(self._posterior_logits(image))
+
+    def _posterior_logits(self, image: Tensor) -> Tensor:
         embed = self.encoder(image.flatten(0, -4))  # (prod(...), embed_dim)
-        return self._mixed(self.posterior_head(embed)).unflatten(0, leading)
+        return self.posterior_head(embed).unflatten(0, image.shape[:-3])  # (..., Z)
 
     def prior(self, deter: Tensor) -> Tensor:
         """log p(z_next | d).   (..., D) -> (..., K, C)."""
@@ -447,10 +449,7 @@ class WorldModel(nn.Module):
         """
         self.eval()
         batch_size, context_length = contexts.obs.shape[:2]
-        # All random numbers of the steps in one launch each.
-        latent_ticket = torch.rand(
-            (horizon + 1, batch_size, self.num_categories), dtype=self.prior_head.weight.dtype, device=self.device
-        )
+        latent_ticket = self._tickets(horizon + 1, batch_size)  # all random numbers of the steps in one launch each
         action_noise = policy.noise(horizon, batch_size)
         with self.autocast():
             deter, state = self._start(contexts, context_length + horizon)  # (B, D)
@@ -466,7 +465,8 @@ class WorldModel(nn.Module):
 
     def _start(self, contexts: "Batch", max_seqlen: int) -> tuple[Tensor, Any]:
         """d (B, D) and the core's state after the contexts' rows; they and what follows are `max_seqlen` rows."""
-        stoch = sample_one_hot(self.posterior(contexts.obs.movedim(-1, -3))).flatten(-2)
+        logits = self._posterior_logits(contexts.obs.movedim(-1, -3))  # (B, L, Z)
+        stoch = self._stoch_at(logits, self._tickets(*logits.shape[:2]))
         action = self.encode_action(contexts.action)
         deter, state = self.sequence_model.start(stoch, action, self.segments(contexts.is_first), max_seqlen)
         return deter[:, -1], state
@@ -498,8 +498,20 @@ class WorldModel(nn.Module):
 
     def _feature(self, deter: Tensor, ticket: Tensor) -> Tensor:
         """concat(ẑ, d) with ẑ drawn from the prior.   (B, D), ticket (B, K) -> (B, F), float32."""
-        stoch = one_hot_at(self.prior(deter), ticket).flatten(-2)
-        return torch.cat((stoch, full_precision(deter)), dim=-1)
+        stoch = self._stoch_at(self.prior_head(deter), ticket)
+        return torch.cat((full_precision(stoch), full_precision(deter)), dim=-1)
+
+    def _tickets(self, *leading: int) -> Tensor:
+        """What latents are drawn by.   -> (*leading, K), uniform in 0..1."""
+        weight = self.prior_head.weight
+        return torch.rand((*leading, self.num_categories), dtype=weight.dtype, device=weight.device)
+
+    def _stoch_at(self, logits: Tensor, ticket: Tensor) -> Tensor:
+        """The latent that tickets fall upon, as one-hot codes without gradient.   head output (..., Z), (..., K) ->
+        (..., Z)."""
+        if can_draw(logits):
+            return draw_one_hot(logits, ticket, self.unimix_ratio)
+        return one_hot_at(self._mixed(logits), ticket).flatten(-2)
 
     def _outcome(self, feature: Tensor, context_termination: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Reward and termination (0 or 1) that the model reads off the later d's, and the steps' weight.

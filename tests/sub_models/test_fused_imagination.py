@@ -8,7 +8,7 @@ import torch
 import sub_models.world_models
 from replay_buffer import Batch
 from sub_models.fused_imagination import can_roll_out, roll_out
-from sub_models.imagination_kernels import draw_latent
+from sub_models.imagination_kernels import draw_latent, run_draw_one_hot
 from tests.support import C, D, K, make_agent_for, make_batch, make_world_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU the kernels run through Triton's interpreter
@@ -75,7 +75,13 @@ def test_every_class_is_drawn_by_its_share():
     assert (feature[:, : K * C].view(rows, K, C).mean(0) - share).abs().max() < 1.5 / rows
     assert torch.equal(feature[:, K * C :], deter)
     assert torch.equal(feature[:, : K * C].view(rows, K, C).argmax(-1), index.long())
+    assert torch.equal(run_draw_one_hot(logits, ticket, ratio), feature[:, : K * C])
     torch.testing.assert_close(normed, (feature - norm[0]) / (norm[1] + 0.1).sqrt())
+
+
+def test_the_operator_is_registered_well():
+    arguments = (torch.randn(3, K * C, device=DEVICE), torch.rand(3, K, device=DEVICE), 0.1)
+    torch.library.opcheck(torch.ops.mamba_ssm_triton.draw_one_hot.default, arguments)
 
 
 def test_what_is_rolled_out_by_kernels():
@@ -109,6 +115,7 @@ def test_bfloat16_steps_on_a_gpu():
 def test_imagination_is_the_same_with_kernels(monkeypatch):
     """From contexts to weights, both forms draw the same random numbers in the same order."""
     monkeypatch.setattr(sub_models.world_models, "can_roll_out", lambda model, actor, deter: actor is not None)
+    monkeypatch.setattr(sub_models.world_models, "can_draw", lambda logits: world_model.fuses_imagination)
     world_model, agent = prepare()
     contexts = Batch(*(None if tensor is None else tensor.to(DEVICE) for tensor in make_batch(2, 4)))
     rollouts = []
