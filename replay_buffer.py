@@ -38,7 +38,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
+from mamba_ssm.ops.triton.launch import why_not
 from tools.checkpoints import sync_folder
+
+if (NO_KERNELS := why_not()) is None:                      # why there are none
+    from sub_models.replay_kernels import can_draw_distinct, draw_distinct, draw_repeated, gather_rows
 
 WEIGHT_BITS = 40               # rows less than 2^-40 = 1e-12 times as likely as the likeliest are never drawn
 MAX_CHUNK_BYTES = 256 << 20    # bounds the host memory that saving and loading take besides the rings
@@ -103,14 +107,18 @@ def draw_with_replacement(logits: Tensor, valid: Tensor, count: int) -> Tensor:
     summation: a floating-point scan on a GPU is neither. Weights below 2^-WEIGHT_BITS become 0 and are never drawn.
     logits (N,), valid (N,) bool -> (count,).
     """
-    bits = min(WEIGHT_BITS, 62 - math.ceil(math.log2(logits.numel() + 1)))    # the sum of all weights fits int64
     logits = logits.masked_fill(~valid, -torch.inf)
-    weights = torch.exp(logits - logits.max()).mul_(2.0**bits).long()         # (N,) floor; the largest is 2^bits
+    weights = torch.exp(logits - logits.max()).mul_(2.0 ** weight_bits(logits.numel())).long()    # (N,) floor
     cumulative = weights.cumsum(0)
     total = cumulative[-1:]
     uniform = torch.rand(count, dtype=torch.float64, device=logits.device)
     ticket = torch.minimum((uniform * total).long(), total - 1)               # inside, however the product rounds
     return torch.searchsorted(cumulative, ticket, right=True)                 # first index whose sum exceeds the ticket
+
+
+def weight_bits(rows: int) -> int:
+    """Bits of the largest integer weight: the sum of so many such weights fits int64."""
+    return min(WEIGHT_BITS, 62 - math.ceil(math.log2(rows + 1)))
 
 
 # --- what a row holds -----------------------------------------------------------------------------------------------
@@ -357,7 +365,8 @@ class ReplayBuffer:
     `obs_shape` (H, W, C); `action_shape` () for discrete actions, (A,) for continuous ones. `sampling` is "dynamic"
     (the law at the top of this file) or "uniform" (every start alike; both counters are kept all the same). Randomness
     comes from torch's default generator of the storage device. With the storage on the host and `out_device` a GPU,
-    batches are gathered in pinned memory and copied without waiting.
+    batches are gathered in pinned memory and copied without waiting. With both on one GPU `sub_models.replay_kernels`
+    draw the same starts in few launches (`uses_kernels`).
     """
 
     def __init__(
@@ -401,6 +410,8 @@ class ReplayBuffer:
         self._inverse_tau = 1.0 / tau if sampling == "dynamic" else 0.0
         self._inverse_imagination_tau = 1.0 / imagination_tau if sampling == "dynamic" else 0.0
         self._alpha, self._beta = float(alpha), float(beta)
+        on_one_gpu = self.device.type == self.out_device.type == "cuda"
+        self.uses_kernels = on_one_gpu and NO_KERNELS is None and can_draw_distinct(capacity, batch_size)
 
         self._fields = _row_fields(obs_shape, action_shape)
         rings = (num_envs, self.ring_length)
@@ -411,6 +422,10 @@ class ReplayBuffer:
         self._counters = torch.zeros(2, *rings, dtype=torch.int32, device=self.device)  # v and b of each row
         self._written = 0                                                               # n, on the host
         self._written_on_device = torch.zeros((), dtype=torch.int64, device=self.device)
+        # In float64 on the device, where kernels would take Python's numbers as float32.
+        scale, bits = batch_size / imagine_batch_size, weight_bits(capacity)
+        law = (self._inverse_tau, self._alpha, self._beta, self._inverse_imagination_tau, scale, 2.0**bits)
+        self._law = torch.tensor(law, dtype=torch.float64, device=self.device)
         self._slots = torch.arange(self.ring_length, device=self.device)
         self._ones = torch.ones(max(batch_size, imagine_batch_size), dtype=torch.int32, device=self.device)
         self._chunks: list[_Chunk] = []
@@ -464,20 +479,32 @@ class ReplayBuffer:
         """`batch_size` sequences of `batch_length` rows with distinct starts, for the world model; counts them in v."""
         self._require_starts("sample_sequences", self.batch_length, self.batch_size)
         v, _ = self._counters.flatten(1)
+        length, count = self.batch_length, self.batch_size
+        if self.uses_kernels:
+            uniform = self._uniform(len(v))
+            counts = (v, self._written_on_device, self._law[:1])
+            return self._gather(draw_distinct(*counts, uniform, self.ring_length, length, count), length)
         logits = world_model_logits(v, self._inverse_tau)
-        starts = draw_without_replacement(logits, self._valid_starts(self.batch_length), self.batch_size)
-        v.index_add_(0, starts, self._ones[: self.batch_size])
-        return self._gather(starts, self.batch_length)
+        starts = draw_without_replacement(logits, self._valid_starts(length), count)
+        v.index_add_(0, starts, self._ones[:count])
+        return self._gather(starts, length)
 
     def sample_contexts(self) -> Batch:
         """`imagine_batch_size` independent contexts of `context_length` rows, to imagine from; counts them in b."""
         self._require_starts("sample_contexts", self.context_length, 1)
         v, b = self._counters.flatten(1)
+        length, count = self.context_length, self.imagine_batch_size
+        if self.uses_kernels:
+            counts = (v, b, self._written_on_device, self._law[1:])
+            return self._gather(draw_repeated(*counts, self._uniform(count), self.ring_length, length), length)
         scaled_b = b.double() * (self.batch_size / self.imagine_batch_size)
         logits = imagination_logits(v, scaled_b, self._alpha, self._beta, self._inverse_imagination_tau)
-        starts = draw_with_replacement(logits, self._valid_starts(self.context_length), self.imagine_batch_size)
-        b.index_add_(0, starts, self._ones[: self.imagine_batch_size])        # adds up where a start repeats
-        return self._gather(starts, self.context_length)
+        starts = draw_with_replacement(logits, self._valid_starts(length), count)
+        b.index_add_(0, starts, self._ones[:count])        # adds up where a start repeats
+        return self._gather(starts, length)
+
+    def _uniform(self, count: int) -> Tensor:
+        return torch.rand(count, dtype=torch.float64, device=self.device)
 
     def holds_run(self, length: int) -> bool:
         """Whether the rings hold `length` consecutive rows of one environment (known on the host)."""
@@ -644,9 +671,14 @@ class ReplayBuffer:
 
     def _gather(self, starts: Tensor, length: int) -> Batch:
         slot = starts % self.ring_length
-        slots = (slot[:, None] + self._slots[:length]) % self.ring_length                 # (B, L), over the ring's end
-        rows = (starts - slot)[:, None] + slots
-        return Batch(**{name: self._take(name, rows) for name in self._fields}, first_row=self._numbers(starts, slot))
+        numbers = self._numbers(starts, slot)
+        if self.uses_kernels:
+            fields = {name: self._take_runs(name, starts, length) for name in self._fields}
+        else:
+            slots = (slot[:, None] + self._slots[:length]) % self.ring_length             # (B, L), over the ring's end
+            rows = (starts - slot)[:, None] + slots
+            fields = {name: self._take(name, rows) for name in self._fields}
+        return Batch(**fields, first_row=numbers)
 
     def _numbers(self, starts: Tensor, slot: Tensor) -> Tensor:
         """(B,) starts and their slots -> (B, 2) ring, and how many rows it was given before that one; on out_device."""
@@ -656,12 +688,22 @@ class ReplayBuffer:
         torch.stack((starts // self.ring_length, number), dim=1, out=numbers)
         return numbers.to(self.out_device, non_blocking=True)
 
+    def _words(self, name: str) -> Tensor:
+        """A field's rows (N, W) as the widest words that fit: bytes are slow."""
+        nbytes = self._fields[name].nbytes()
+        word = next(word for word in _WORDS if nbytes % word.itemsize == 0)
+        return self._data[name].view(self.num_envs * self.ring_length, -1).view(word)
+
+    def _take_runs(self, name: str, starts: Tensor, length: int) -> Tensor:
+        """`length` rows of a field from each of the starts (B,) on, on the storage device -> (B, L, ...)."""
+        taken = gather_rows(self._words(name), starts, self.ring_length, length)
+        return taken.view(self._fields[name].dtype).view(len(starts), length, *self._fields[name].shape)
+
     def _take(self, name: str, rows: Tensor) -> Tensor:
-        """Rows (B, L) of a field -> (B, L, ...) on out_device, moved as the widest words that fit: bytes are slow."""
-        field = self._fields[name]
-        word = next(word for word in _WORDS if field.nbytes() % word.itemsize == 0)
-        words = self._data[name].view(self.num_envs * self.ring_length, -1).view(word)
-        taken = torch.empty(rows.numel(), words.shape[1], dtype=word, device=self.device, pin_memory=self._pin_batches)
+        """Rows (B, L) of a field -> (B, L, ...) on out_device."""
+        field, words = self._fields[name], self._words(name)
+        shape, pinned = (rows.numel(), words.shape[1]), self._pin_batches
+        taken = torch.empty(shape, dtype=words.dtype, device=self.device, pin_memory=pinned)
         torch.index_select(words, 0, rows.flatten(), out=taken)
         return taken.view(field.dtype).view(*rows.shape, *field.shape).to(self.out_device, non_blocking=True)
 
