@@ -346,19 +346,19 @@ class _SplitConv1dScan(torch.autograd.Function):
         _check_chunk_scan(
             x, dt, A, B, C, options.scan[1], D, gate, dt_bias, initial_states, options.seq_idx, None, False
         )
-        y, final = torch.ops.mamba_ssm_triton.ssd_scan(
+        y, final, entering = torch.ops.mamba_ssm_triton.ssd_scan(
             x, dt, A, B, C, D, gate, dt_bias, initial_states, *options.scan, options.return_final_states
         )
         out = _normed(options, y, z, norm_weight)
         ctx.options = options
-        ctx.save_for_backward(*tensors, y if norm_weight is not None or out_weight is not None else None)
+        ctx.save_for_backward(*tensors, entering, y if norm_weight is not None or out_weight is not None else None)
         ctx.set_materialize_grads(False)
         return (out if out_weight is None else F.linear(out, out_weight, out_bias)), final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dfinal):
-        options, (*tensors, y) = ctx.options, ctx.saved_tensors
+        options, (*tensors, entering, y) = ctx.options, ctx.saved_tensors
         zxbcdt, conv_weight, conv_bias, dt_bias, A, D, initial_states, norm_weight, out_weight, out_bias = tensors
         z, xBC, dt = _split_parts(options, zxbcdt, conv_weight, D)
         leaves = [None if t is None else t.detach().requires_grad_() for t in (xBC, conv_weight, conv_bias)]
@@ -370,7 +370,8 @@ class _SplitConv1dScan(torch.autograd.Function):
         gate = z if norm_weight is None else None
         dfinal = None if dfinal is None or dfinal.numel() == 0 else dfinal
         dx, ddt, dA, dB, dC, dD, dgate, ddt_bias, dinitial = torch.ops.mamba_ssm_triton.ssd_scan_backward(
-            dy, dfinal, *(t.detach() for t in (x, dt, A, B, C, D)), gate, dt_bias, initial_states, *options.scan
+            dy, dfinal, entering, *(t.detach() for t in (x, dt, A, B, C, D)), gate, dt_bias, initial_states,
+            *options.scan,
         )
         needing = [leaf for leaf in leaves if leaf is not None]
         dxBC, dconv, *dconv_bias = torch.autograd.grad((x, B, C), needing, (dx, dB, dC))

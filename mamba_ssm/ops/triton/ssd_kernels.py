@@ -197,14 +197,14 @@ def _states_kernel(
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
     SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
     HAS_ENTERING: tl.constexpr, REVERSE: tl.constexpr, ENDS: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
-    DECAY: tl.constexpr, PRECISE: tl.constexpr,
+    DECAY: tl.constexpr,
 ):  # fmt: skip
     """The walk of the state over a span alone: rows x, columns B; REVERSE: its derivative from the end, dy and C.
 
     One program: a span, a block of the state of one head; grid (H * P blocks * N blocks, S, B). EACH stores what
     enters each chunk (reversed: the derivative of what leaves it) into (B, K, H, P, N), LAST what is left after the
     span into (B, S, H, P, N), DECAY the span's log-decay into (B, S, H). ENDS: program 1 is a packed sequence instead,
-    and what is left is the state after its last row. PRECISE keeps the digits that bfloat16 products cut off."""
+    and what is left is the state after its last row."""
     p_blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     block, span, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -253,7 +253,7 @@ def _states_kernel(
         total = total.to(tl.float32)
         weighted = row_tile * weight[:, None]
         state = state * tl.exp(total) + _dot(tl.trans(weighted), column_tile, DOT)
-        if PRECISE and DOT == "bf16":
+        if DOT == "bf16":
             state += _dot(tl.trans(_cut_off(weighted, DOT)), column_tile, DOT)
         log_decay_of_span += total
     if ENDS:
@@ -296,139 +296,130 @@ def _passing_kernel(
 @triton.jit
 def _scan_backward_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, seq_ptr, entering_ptr, leaving_ptr, dout_ptr,
-    dx_ptr, ddt_ptr, dB_ptr, dC_ptr, dz_ptr, dA_ptr, dD_ptr, dbias_ptr, dt_min, dt_max, L, heads_of_program,
+    dx_ptr, ddt_ptr, dB_ptr, dC_ptr, dz_ptr, dA_ptr, dD_ptr, dbias_ptr, dt_min, dt_max, L,
     x_b, x_l, x_h, dt_b, dt_l, dt_h, B_b, B_l, B_g, C_b, C_l, C_g, D_h, D_p, z_b, z_l, z_h, seq_b,
     in_b, in_k, in_h, out_b, out_k, out_h, do_b, do_l, do_h,
-    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
     SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_D: tl.constexpr, D_HAS_P: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_ENTERING: tl.constexpr, HAS_LEAVING: tl.constexpr,
 ):  # fmt: skip
-    """Every derivative of one chunk, from the states that enter it and the derivatives of those that leave it, for
-    some heads of a group, one after the other. Grid (SHARES, K, B). BLOCK_P covers P; N goes in blocks of BLOCK_N.
+    """Every derivative of one chunk of one head, from the state that enters it and the derivative of the one that
+    leaves it. Grid (H, K, B). BLOCK_P covers P; N goes in blocks of BLOCK_N.
 
-    dB, dC (B, L, SHARES, N): the share of a program's heads; dA, dbias (B, K, H) and dD (B, K, H) or (B, K, H, P): of
-    each chunk."""
-    share, k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    g = share * heads_of_program // R
+    dB, dC (B, L, H, N): each head's share; dA, dbias (B, K, H) and dD (B, K, H) or (B, K, H, P): each chunk's."""
+    h, k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    g = h // R
     ps = tl.arange(0, BLOCK_P)
     row = tl.arange(0, Q)
     rows = tl.program_id(1) * Q + row
     B_ptr += b * B_b + g * B_g
     C_ptr += b * C_b + g * C_g
-    dB_ptr += (b * L * SHARES + share) * N
-    dC_ptr += (b * L * SHARES + share) * N
-    for r in tl.range(0, heads_of_program, num_stages=1, disable_licm=True):
-        h = share * heads_of_program + r
-        dout_of_head = dout_ptr + b * do_b + h * do_h
+    if HAS_ENTERING:
+        entering_ptr += b * in_b + k * in_k + h * in_h
+    if HAS_LEAVING:
+        leaving_ptr += b * out_b + k * out_k + h * out_h
+    rows_of_head = b * L * H + h                                                          # row 0 in (B, L, H)
+    A = tl.load(A_ptr + h).to(tl.float32)
+    raw = _raw_steps(dt_ptr + b * dt_b + h * dt_h, bias_ptr, rows, dt_l, h, L, HAS_BIAS)
+    step = _steps(raw, rows, L, dt_min, dt_max, SOFTPLUS, LIMITED)
+    log_decay = _log_decay(step, A, seq_ptr, rows, seq_b, b, L, HAS_SEQ)
+    c = tl.cumsum(log_decay, 0)
+    total = tl.sum(log_decay, 0)
+    from_start = tl.exp(c.to(tl.float32))                                                 # (Q)
+    to_end = tl.exp((total - c).to(tl.float32))
+
+    x = _tile(x_ptr + b * x_b + h * x_h, rows, x_l, ps, L, P)                             # (Q, BLOCK_P)
+    dout_ptr += b * do_b + h * do_h
+    dy = _tile(dout_ptr, rows, do_l, ps, L, P)
+    if HAS_Z:
+        z_ptr += b * z_b + h * z_h
+        dy = dy * silu(_tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32))
+        dy_cut_off = _operand(_cut_off(dy, DOT), DOT)
+    chunk_of_head = (b * tl.num_programs(1) + k) * H + h                                  # into (B, K, H)
+    if HAS_D:
+        dD = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)                              # (BLOCK_P)
+        if D_HAS_P:
+            tl.store(dD_ptr + chunk_of_head * P + ps, dD, mask=ps < P)
+        else:
+            tl.store(dD_ptr + chunk_of_head, tl.sum(dD, 0))
+    dy = _operand(dy, DOT)
+    CB = tl.zeros((Q, Q), tl.float32)
+    across = tl.zeros((Q, BLOCK_P), tl.float32)                                           # C h
+    back = tl.zeros((Q, BLOCK_P), tl.float32)                                             # B g
+    over = 0.0                                                                            # <h, g>
+    for n in range(0, N, BLOCK_N):
+        ns = n + tl.arange(0, BLOCK_N)
+        B = _tile(B_ptr, rows, B_l, ns, L, N)
+        C = _tile(C_ptr, rows, C_l, ns, L, N)
+        CB += _dot(C, tl.trans(B), DOT)
         if HAS_ENTERING:
-            entering_of_head = entering_ptr + b * in_b + k * in_k + h * in_h
+            entering = _tile(entering_ptr, ps, N, ns, P, N).to(tl.float32)                # (BLOCK_P, BLOCK_N)
+            across += _dot(C, tl.trans(entering), DOT)
+            if DOT == "bf16":
+                across += _dot(C, tl.trans(_cut_off(entering, DOT)), DOT)
         if HAS_LEAVING:
-            leaving_of_head = leaving_ptr + b * out_b + k * out_k + h * out_h
-        rows_of_head = b * L * H + h                                                          # row 0 in (B, L, H)
-        A = tl.load(A_ptr + h).to(tl.float32)
-        raw = _raw_steps(dt_ptr + b * dt_b + h * dt_h, bias_ptr, rows, dt_l, h, L, HAS_BIAS)
-        step = _steps(raw, rows, L, dt_min, dt_max, SOFTPLUS, LIMITED)
-        log_decay = _log_decay(step, A, seq_ptr, rows, seq_b, b, L, HAS_SEQ)
-        c = tl.cumsum(log_decay, 0)
-        total = tl.sum(log_decay, 0)
-        from_start = tl.exp(c.to(tl.float32))                                                 # (Q)
-        to_end = tl.exp((total - c).to(tl.float32))
+            leaving = _tile(leaving_ptr, ps, N, ns, P, N).to(tl.float32)
+            back += _dot(B, tl.trans(leaving), DOT)
+            if DOT == "bf16":
+                back += _dot(B, tl.trans(_cut_off(leaving, DOT)), DOT)
+        if HAS_ENTERING and HAS_LEAVING:
+            over += tl.sum(tl.sum(entering * leaving, 1), 0)
+    y = across * from_start[:, None]                                                      # so far; so is dx
+    dx = back * to_end[:, None]
+    from_entering = tl.sum(dy.to(tl.float32) * y, 1)                                      # (Q)
+    if HAS_Z:
+        from_entering += tl.sum(dy_cut_off.to(tl.float32) * y, 1)
+    into_leaving = tl.sum(x.to(tl.float32) * dx, 1)
+    dx *= step[:, None]
+    if HAS_D:
+        D = tl.load(D_ptr + h * D_h + ps * D_p, mask=ps < P, other=0.0).to(tl.float32)
+        y += D[None, :] * x.to(tl.float32)
+        dx += D[None, :] * dy.to(tl.float32)
 
-        x = _tile(x_ptr + b * x_b + h * x_h, rows, x_l, ps, L, P)                             # (Q, BLOCK_P)
-        dy = _tile(dout_of_head, rows, do_l, ps, L, P)
-        if HAS_Z:
-            z_of_head = z_ptr + b * z_b + h * z_h
-            dy = dy * silu(_tile(z_of_head, rows, z_l, ps, L, P).to(tl.float32))
-            dy_cut_off = _operand(_cut_off(dy, DOT), DOT)
-        chunk_of_head = (b * tl.num_programs(1) + k) * H + h                                  # into (B, K, H)
-        if HAS_D:
-            dD = tl.sum(dy.to(tl.float32) * x.to(tl.float32), 0)                              # (BLOCK_P)
-            if D_HAS_P:
-                tl.store(dD_ptr + chunk_of_head * P + ps, dD, mask=ps < P)
-            else:
-                tl.store(dD_ptr + chunk_of_head, tl.sum(dD, 0))
-        dy = _operand(dy, DOT)
-        CB = tl.zeros((Q, Q), tl.float32)
-        across = tl.zeros((Q, BLOCK_P), tl.float32)                                           # C h
-        back = tl.zeros((Q, BLOCK_P), tl.float32)                                             # B g
-        over = 0.0                                                                            # <h, g>
-        for n in range(0, N, BLOCK_N):
-            ns = n + tl.arange(0, BLOCK_N)
-            B = _tile(B_ptr, rows, B_l, ns, L, N)
-            C = _tile(C_ptr, rows, C_l, ns, L, N)
-            CB += _dot(C, tl.trans(B), DOT)
-            if HAS_ENTERING:
-                entering = _tile(entering_of_head, ps, N, ns, P, N).to(tl.float32)                # (BLOCK_P, BLOCK_N)
-                across += _dot(C, tl.trans(entering), DOT)
-                if DOT == "bf16":
-                    across += _dot(C, tl.trans(_cut_off(entering, DOT)), DOT)
-            if HAS_LEAVING:
-                leaving = _tile(leaving_of_head, ps, N, ns, P, N).to(tl.float32)
-                back += _dot(B, tl.trans(leaving), DOT)
-                if DOT == "bf16":
-                    back += _dot(B, tl.trans(_cut_off(leaving, DOT)), DOT)
-            if HAS_ENTERING and HAS_LEAVING:
-                over += tl.sum(tl.sum(entering * leaving, 1), 0)
-        y = across * from_start[:, None]                                                      # so far; so is dx
-        dx = back * to_end[:, None]
-        from_entering = tl.sum(dy.to(tl.float32) * y, 1)                                      # (Q)
-        if HAS_Z:
-            from_entering += tl.sum(dy_cut_off.to(tl.float32) * y, 1)
-        into_leaving = tl.sum(x.to(tl.float32) * dx, 1)
-        dx *= step[:, None]
-        if HAS_D:
-            D = tl.load(D_ptr + h * D_h + ps * D_p, mask=ps < P, other=0.0).to(tl.float32)
-            y += D[None, :] * x.to(tl.float32)
-            dx += D[None, :] * dy.to(tl.float32)
+    M = _decay_matrix(c, Q)                                                               # (Q, Q)
+    weight = M * CB * step[None, :]
+    dx += _dot(_operand(tl.trans(weight), DOT), dy, DOT)                                  # (Q, BLOCK_P)
+    _store_tile(dx_ptr + rows_of_head * P, rows, H * P, ps, L, P, dx)
+    if HAS_Z:
+        y += _dot(weight, x, DOT)
+        dout = _tile(dout_ptr, rows, do_l, ps, L, P)                 # read again: registers are short
+        z = _tile(z_ptr, rows, z_l, ps, L, P).to(tl.float32)
+        _store_tile(dz_ptr + rows_of_head * P, rows, H * P, ps, L, P, dout * y * silu_slope(z))
+    VM = _dot(dy, tl.trans(x), DOT)                                                       # (Q, Q)
+    if HAS_Z and DOT == "bf16":
+        VM += _dot(dy_cut_off, tl.trans(x), DOT)
+    VM *= M
+    slope = VM * CB                                                                       # (Q, Q), for d step_j
+    # d log-decay of step k: pairs (i, j) with j < k <= i; rows i >= k that h reaches, rows j < k that reach g, h to g
+    before = _operand((row[:, None] < row[None, :]).to(tl.float32), DOT)                  # (j, k)
+    pairs = slope * step[None, :]
+    straddling = _dot(pairs, before, DOT)                                                 # (i, k), summed over j < k
+    if DOT == "bf16":
+        straddling += _dot(_cut_off(pairs, DOT), before, DOT)
+    straddling = tl.where(
+        row[:, None] >= row[None, :], straddling + from_entering[:, None], (into_leaving * step)[:, None]
+    )
+    d_log_decay = tl.sum(straddling, 0) + over * tl.exp(total.to(tl.float32))             # (Q)
+    dstep = tl.sum(slope, 0) + into_leaving + A * d_log_decay
+    dCB = _operand(VM * step[None, :], DOT)
+    for n in range(0, N, BLOCK_N):
+        ns = n + tl.arange(0, BLOCK_N)
+        dC = _dot(dCB, _tile(B_ptr, rows, B_l, ns, L, N), DOT)                            # (Q, BLOCK_N)
+        dB = _dot(tl.trans(dCB), _tile(C_ptr, rows, C_l, ns, L, N), DOT)
+        if HAS_ENTERING:
+            dC += from_start[:, None] * _dot(dy, _tile(entering_ptr, ps, N, ns, P, N), DOT)
+        if HAS_LEAVING:
+            dB += (to_end * step)[:, None] * _dot(x, _tile(leaving_ptr, ps, N, ns, P, N), DOT)
+        _store_tile(dC_ptr + rows_of_head * N, rows, H * N, ns, L, N, dC)
+        _store_tile(dB_ptr + rows_of_head * N, rows, H * N, ns, L, N, dB)
 
-        M = _decay_matrix(c, Q)                                                               # (Q, Q)
-        weight = M * CB * step[None, :]
-        dx += _dot(_operand(tl.trans(weight), DOT), dy, DOT)                                  # (Q, BLOCK_P)
-        _store_tile(dx_ptr + rows_of_head * P, rows, H * P, ps, L, P, dx)
-        if HAS_Z:
-            y += _dot(weight, x, DOT)
-            dout = _tile(dout_of_head, rows, do_l, ps, L, P)                 # read again: registers are short
-            z = _tile(z_of_head, rows, z_l, ps, L, P).to(tl.float32)
-            _store_tile(dz_ptr + rows_of_head * P, rows, H * P, ps, L, P, dout * y * silu_slope(z))
-        VM = _dot(dy, tl.trans(x), DOT)                                                       # (Q, Q)
-        if HAS_Z and DOT == "bf16":
-            VM += _dot(dy_cut_off, tl.trans(x), DOT)
-        VM *= M
-        slope = VM * CB                                                                       # (Q, Q), for d step_j
-        # d log-decay of step k: pairs (i, j), j < k <= i; rows i >= k that h reaches, rows j < k that reach g, h to g
-        before = _operand((row[:, None] < row[None, :]).to(tl.float32), DOT)                  # (j, k)
-        pairs = slope * step[None, :]
-        straddling = _dot(pairs, before, DOT)                                             # (i, k), summed over j < k
-        if DOT == "bf16":
-            straddling += _dot(_cut_off(pairs, DOT), before, DOT)
-        straddling = tl.where(
-            row[:, None] >= row[None, :], straddling + from_entering[:, None], (into_leaving * step)[:, None]
-        )
-        d_log_decay = tl.sum(straddling, 0) + over * tl.exp(total.to(tl.float32))             # (Q)
-        dstep = tl.sum(slope, 0) + into_leaving + A * d_log_decay
-        dCB = _operand(VM * step[None, :], DOT)
-        for n in range(0, N, BLOCK_N):
-            ns = n + tl.arange(0, BLOCK_N)
-            dC = _dot(dCB, _tile(B_ptr, rows, B_l, ns, L, N), DOT)                            # (Q, BLOCK_N)
-            dB = _dot(tl.trans(dCB), _tile(C_ptr, rows, C_l, ns, L, N), DOT)
-            if HAS_ENTERING:
-                dC += from_start[:, None] * _dot(dy, _tile(entering_of_head, ps, N, ns, P, N), DOT)
-            if HAS_LEAVING:
-                dB += (to_end * step)[:, None] * _dot(x, _tile(leaving_of_head, ps, N, ns, P, N), DOT)
-            dC += _tile(dC_ptr, rows, SHARES * N, ns, tl.where(r == 0, 0, L), N)
-            dB += _tile(dB_ptr, rows, SHARES * N, ns, tl.where(r == 0, 0, L), N)
-            _store_tile(dC_ptr, rows, SHARES * N, ns, L, N, dC)
-            _store_tile(dB_ptr, rows, SHARES * N, ns, L, N, dB)
-        tl.debug_barrier()                           # other threads read these shares for the next head
+    dstep = tl.where(rows < L, _slope_of_steps(dstep, raw, dt_min, dt_max, SOFTPLUS, LIMITED), 0.0)
+    tl.store(ddt_ptr + rows_of_head + rows.to(tl.int64) * H, dstep.to(ddt_ptr.dtype.element_ty), mask=rows < L)
 
-        dstep = _slope_of_steps(dstep, raw, dt_min, dt_max, SOFTPLUS, LIMITED)
-        dstep = tl.where(rows < L, dstep, 0.0)
-        tl.store(ddt_ptr + rows_of_head + rows.to(tl.int64) * H, dstep.to(ddt_ptr.dtype.element_ty), mask=rows < L)
-
-        tl.store(dA_ptr + chunk_of_head, tl.sum(d_log_decay * step, 0))
-        if HAS_BIAS:
-            tl.store(dbias_ptr + chunk_of_head, tl.sum(dstep, 0))
+    tl.store(dA_ptr + chunk_of_head, tl.sum(d_log_decay * step, 0))
+    if HAS_BIAS:
+        tl.store(dbias_ptr + chunk_of_head, tl.sum(dstep, 0))
 
 
 @triton.jit
@@ -514,7 +505,7 @@ def _packed_backward_kernel(
 def _add_heads_kernel(
     dB_shares_ptr, dC_shares_ptr, dB_ptr, dC_ptr, size, R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dB, dC (B, L, G, N), flat, from R shares of each (B, L, G, R, N). Grid (blocks of B*L*G*N, 2)."""
+    """dB, dC (B, L, G, N), flat, from the shares of their heads (B, L, G, R, N). Grid (blocks of B*L*G*N, 2)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     share = at // N * (R * N) + at % N

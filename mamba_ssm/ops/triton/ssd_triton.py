@@ -1,7 +1,8 @@
 """The Triton tier of state-space duality: tile sizes, launches and operators. Mathematics and kernels: ssd_kernels.py.
 
 Operators in `torch.ops.mamba_ssm_triton`, with the arguments of `mamba_chunk_scan_combined`: `ssd_scan` gives out and
-the final state, `ssd_scan_backward` all derivatives (backward keeps the inputs alone and walks over the states again),
+the final state, `ssd_scan_backward` all derivatives (backward keeps the inputs and the states that enter spans of
+chunks, and walks over the states inside spans again),
 `ssd_packed_states` the states at the ends of packed sequences, `ssd_packed_states_backward` their derivatives. Same
 input, same bits: no sum is left to the order in which programs end. Autocast leaves them alone: tiles are multiplied in
 the inputs' own precision (float32 in tf32 only if torch.backends.cuda.matmul.allow_tf32).
@@ -35,8 +36,7 @@ MAX_STATE, MAX_HEADDIM = 256, 128      # what the tiles hold
 PASSING_BLOCK = 1024
 ADDING_BLOCK = 512
 PROGRAMS_PER_SM = 4                    # spans are split until the walk has about so many programs
-MIN_CHUNKS_IN_SPAN = 4
-BACKWARD_PROGRAMS_PER_SM = 8           # at least so many, before one takes several heads of a group
+SPAN_UNIT, MIN_UNITS_IN_SPAN = 64, 4   # rows; every plan's chunks divide the unit, so that both passes share spans
 
 
 class Tiles(NamedTuple):
@@ -75,8 +75,10 @@ def plan_for(length: int, headdim: int, state: int, chunk_size: int, dot: str) -
     if not narrow:                                       # else thousands of bytes a thread go to local memory
         scan_rows, backward_rows = (32, 32) if full_n <= 64 else (16, 32 if full_n * full_p <= 128 * 128 else 16)
     scan_rows, backward_rows = (max(16, min(rows, cap)) for rows in (scan_rows, backward_rows))
+    # one warp, 1024 sequences of 8 rows with N 16 on an H200: 0.092 ms, four 0.111
+    warps = 1 if narrow and scan_rows == 16 and full_n == 16 else 4
     return Plan(
-        dot, Tiles(scan_rows, scan_p, full_n, 4, 2), Tiles(scan_rows, min(full_p, 64), states_n, 4, 2),
+        dot, Tiles(scan_rows, scan_p, full_n, warps, 2), Tiles(scan_rows, min(full_p, 64), states_n, 4, 2),
         Tiles(backward_rows, min(full_p, 64), states_n, 4, 2), Tiles(backward_rows, full_p, backward_n, 4, 2),
     )  # fmt: skip
 
@@ -118,18 +120,17 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def chunks_in_span(chunks: int, programs: int, device: torch.device) -> int:
-    """Chunks that one program walks over, where `programs` would walk over all of them each."""
+def units_in_span(units: int, programs: int, device: torch.device) -> int:
+    """Units of rows that one program walks over, where `programs` would walk over all of them each."""
     wanted = ceil_div(PROGRAMS_PER_SM * _multiprocessors(device), programs)
-    return max(min(chunks, MIN_CHUNKS_IN_SPAN), ceil_div(chunks, wanted))
+    return max(min(units, MIN_UNITS_IN_SPAN), ceil_div(units, wanted))
 
 
-@lru_cache(maxsize=256)
-def heads_of_program(heads: int, group: int, others: int, device: torch.device) -> int:
-    """Heads that one program of the backward pass takes, of `group` that share B and C, so that their shares of dB and
-    dC stay on chip; `others` is the number of programs for one head."""
-    most = heads * others // (BACKWARD_PROGRAMS_PER_SM * _multiprocessors(device))
-    return max(count for count in range(1, group + 1) if group % count == 0 and count <= max(1, most))
+def rows_in_span(x: Tensor) -> int:
+    """Of x (B, L, H, P)."""
+    batch, length, heads, headdim = x.shape
+    units = ceil_div(length, SPAN_UNIT)
+    return SPAN_UNIT * units_in_span(units, batch * heads * ceil_div(headdim, SPAN_UNIT), x.device)
 
 
 class _Call:
@@ -142,6 +143,8 @@ class _Call:
         self.limits = (dt_min, dt_max)
         self.batch, self.length, self.heads, self.headdim = x.shape
         self.groups, self.state = B.shape[2:]
+        self.rows_in_span = rows_in_span(x)
+        self.spans = ceil_div(self.length, self.rows_in_span)
         self.plan = plan_for(self.length, self.headdim, self.state, chunk_size, dot_precision(x, B, C))
         limited = dt_min > 0.0 or dt_max < float("inf") or not dt_softplus                # softplus is above 0
         self.sizes = (self.heads, self.headdim, self.heads // self.groups, self.state)    # H, P, R, N
@@ -167,21 +170,27 @@ class _Call:
         """Room for (B, S, H, P, N) float32."""
         return self.x.new_empty(self.batch, spans, self.heads, self.headdim, self.state, dtype=torch.float32)
 
-    def states(self, tiles, rows, z, columns, span, entering, *, reverse=False, ends=None, each=None, last=None,
-               decay=None, precise=True):  # fmt: skip
+    def shares_of_heads(self, columns: Tensor) -> Tensor:
+        """Room for each head's share of dB or dC (B, L, H, N); in bfloat16, like the sum, it takes half the bytes."""
+        exact = self.groups == self.heads or columns.dtype == torch.bfloat16
+        dtype = columns.dtype if exact else torch.float32
+        return columns.new_empty(self.batch, self.length, self.heads, self.state, dtype=dtype)
+
+    def states(self, tiles, rows, z, columns, entering, *, reverse=False, ends=None, each=None, last=None,
+               decay=None):  # fmt: skip
         """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
-        spans = ceil_div(self.length, tiles.rows * span) if ends is None else ends.shape[0] - 1
+        spans = self.spans if ends is None else ends.shape[0] - 1
         blocks = ceil_div(self.headdim, tiles.p) * ceil_div(self.state, tiles.n)
         tensors = (
             rows, z, columns, self.dt, self.A, self.dt_bias, self.seq_idx, ends, entering, each, last, decay
         )
         numbers = (
-            *self.limits, self.length, span, *rows.stride()[:3], *_strides(z, 3), *columns.stride()[:3],
-            *self.dt.stride(), *_strides(self.seq_idx, 1), *_state_strides(entering),
+            *self.limits, self.length, self.rows_in_span // tiles.rows, *rows.stride()[:3], *_strides(z, 3),
+            *columns.stride()[:3], *self.dt.stride(), *_strides(self.seq_idx, 1), *_state_strides(entering),
         )  # fmt: skip
         constants = (
             *self.sizes, *tiles[:3], *self.rules, z is not None, *self.has, entering is not None, reverse,
-            ends is not None, each is not None, last is not None, decay is not None, precise,
+            ends is not None, each is not None, last is not None, decay is not None,
         )  # fmt: skip
         _launch(_states_kernel, (self.heads * blocks, spans, self.batch), tensors, numbers, constants, tiles)
 
@@ -193,22 +202,17 @@ class _Call:
         grid = (ceil_div(size, PASSING_BLOCK), self.heads, self.batch)
         _launch(_passing_kernel, grid, (states, decay, initial, last), numbers, constants, PLAIN)
 
-    def walk_start(self, tiles, span, rows, z, columns, first, *, reverse=False, last=None, precise=True):
+    def walk_start(self, tiles, rows, z, columns, first, *, reverse=False, last=None):
         """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
 
         `last` (B, H, P, N), if given, gets what is left after all spans, where there is more than one."""
-        spans = ceil_div(self.length, tiles.rows * span)
-        if spans == 1:
+        if self.spans == 1:
             return None if first is None else first.unsqueeze(1)
-        states = self.state_like(spans)
-        decay = self.x.new_empty(self.batch, spans, self.heads, dtype=torch.float32)
-        self.states(tiles, rows, z, columns, span, None, reverse=reverse, last=states, decay=decay, precise=precise)
+        states = self.state_like(self.spans)
+        decay = self.x.new_empty(self.batch, self.spans, self.heads, dtype=torch.float32)
+        self.states(tiles, rows, z, columns, None, reverse=reverse, last=states, decay=decay)
         self.pass_on(states, decay, first, reverse=reverse, last=last)
         return states
-
-    def span_for(self, tiles) -> int:
-        programs = self.batch * self.heads * ceil_div(self.headdim, tiles.p)
-        return chunks_in_span(ceil_div(self.length, tiles.rows), programs, self.x.device)
 
 
 _compiled: dict[tuple, object] = {}
@@ -267,28 +271,27 @@ def _scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     initial_states: Tensor | None, seq_idx: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float,
     dt_max: float, final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> out (B, L, H, P) like x, and the final state (B, H, P, N) float32, empty if it is not asked for."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> out (B, L, H, P) like x, the final state (B, H, P, N) float32, empty if it is not asked for, and for backward
+    the states that enter spans (B, S, H, P, N) float32, empty if there is one span."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
     return call.run_tuned("ssd_scan", other_scans, lambda: _run_scan(call, D, final_state))
 
 
-def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor, Tensor]:
+def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor, Tensor, Tensor]:
     x, z, plan = call.x, call.z, call.plan
     tiles = plan.scan
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
-    span = call.span_for(tiles)
-    entering = call.walk_start(plan.states, span, call.x, None, call.B, call.initial, precise=False)
-    spans = ceil_div(call.length, tiles.rows * span)
-    grid = (call.heads * ceil_div(call.headdim, tiles.p), spans, call.batch)
+    entering = call.walk_start(plan.states, call.x, None, call.B, call.initial)
+    grid = (call.heads * ceil_div(call.headdim, tiles.p), call.spans, call.batch)
     tensors = (
         call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out,
         final if final_state else None,
     )  # fmt: skip
     numbers = (
-        *call.limits, call.length, span, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
-        *_strides(call.seq_idx, 1), *_state_strides(entering),
+        *call.limits, call.length, call.rows_in_span // tiles.rows, *call.row_strides(), *_D_strides(D),
+        *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering),
     )  # fmt: skip
     moves = final_state or call.length > tiles.rows
     constants = (
@@ -296,7 +299,7 @@ def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor,
         final_state,
     )  # fmt: skip
     _launch(_scan_kernel, grid, tensors, numbers, constants, tiles)
-    return out, final
+    return out, final, x.new_empty(0, dtype=torch.float32) if call.spans == 1 else entering
 
 
 def _packed_states(
@@ -308,11 +311,10 @@ def _packed_states(
     follows from cu_seqlens, so that each state depends on its own sequence alone; else there is no backward."""
     call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
     tiles = call.plan.states
-    span = call.span_for(tiles)
-    entering = call.walk_start(tiles, span, call.x, None, call.B, call.initial)
+    entering = call.walk_start(tiles, call.x, None, call.B, call.initial)
     states = x.new_empty(cu_seqlens.shape[0] - 1, *call.state_like(0).shape[2:], dtype=torch.float32)
     if states.numel():
-        call.states(tiles, call.x, None, call.B, span, entering, ends=cu_seqlens.contiguous(), last=states)
+        call.states(tiles, call.x, None, call.B, entering, ends=cu_seqlens.contiguous(), last=states)
     return states
 
 
@@ -326,8 +328,7 @@ def _packed_states_backward(
     tiles, sequences, heads = call.plan.backward, cu_seqlens.shape[0] - 1, call.heads
     nothing = x.new_empty(0)
     dx, ddt = torch.zeros_like(x, memory_format=torch.contiguous_format), dt.new_zeros(dt.shape)
-    alone = call.groups == heads
-    dB = B.new_zeros(1, call.length, heads, call.state, dtype=B.dtype if alone else torch.float32)
+    dB = call.shares_of_heads(B).zero_()
     direct = x.new_empty(call.length, heads, dtype=torch.float32)
     dA, dbias = (None if t is None else x.new_empty(sequences, heads, dtype=torch.float32) for t in (A, dt_bias))
     dinitial = None if call.initial is None else initial_states.new_zeros(initial_states.shape)
@@ -342,41 +343,37 @@ def _packed_states_backward(
         )  # fmt: skip
         constants = (*call.sizes, *tiles[:3], *call.rules, dt_bias is not None, call.initial is not None)
         _launch(_packed_backward_kernel, (heads, sequences, 1), tensors, numbers, constants, tiles)
-    if not alone:
+    if call.groups < heads:
         dB, _ = _add_heads(dB, dB, B, B)
     dA, dbias = (nothing if t is None else of.sum(0).to(t.dtype) for of, t in ((dA, A), (dbias, dt_bias)))
     return dx, ddt, dA, dB, dbias, nothing if dinitial is None else dinitial
 
 
 def _scan_backward(
-    dout: Tensor, dfinal: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, seq_idx: Tensor | None, chunk_size: int,
-    dt_softplus: bool, dt_min: float, dt_max: float,
+    dout: Tensor, dfinal: Tensor | None, entering: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, seq_idx: Tensor | None,
+    chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Derivatives of x, dt, A, B, C, D, z, dt_bias, initial_states, empty where there is no such input."""
+    """Derivatives of x, dt, A, B, C, D, z, dt_bias, initial_states, empty where there is no such input. entering: what
+    `_scan` gave."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    dout, dfinal, shapes = _dense(dout), _dense(dfinal, 2), (x, dt, A, B, C, D, dt_bias)
-    return call.run_tuned("ssd_scan_backward", other_backwards, lambda: _run_backward(call, dout, dfinal, *shapes))
+    given = (_dense(dout), _dense(dfinal, 2), entering, x, dt, A, B, C, D, dt_bias)
+    return call.run_tuned("ssd_scan_backward", other_backwards, lambda: _run_backward(call, *given))
 
 
 def _run_backward(
-    call: _Call, dout: Tensor, dfinal: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, dt_bias: Tensor | None,
+    call: _Call, dout: Tensor, dfinal: Tensor | None, entering: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`_scan_backward` by the call's plan; derivatives are like the inputs as they were given."""
     z = call.z
-    entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal)
+    entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal, entering)
     tiles, batch, length, heads = call.plan.backward, call.batch, call.length, call.heads
     chunks = ceil_div(length, tiles.rows)
     nothing = x.new_empty(0)
     dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
     dz = None if z is None else z.new_empty(z.shape)
-    together = heads_of_program(heads, heads // call.groups, chunks * batch, x.device)
-    shares = heads // together
-    alone = call.groups == heads
-    dB, dC = (
-        t.new_empty(batch, length, shares, call.state, dtype=t.dtype if alone else torch.float32) for t in (B, C)
-    )
+    dB, dC = call.shares_of_heads(B), call.shares_of_heads(C)
     dA, dbias, dD = (
         None if t is None else x.new_empty(batch * chunks, *t.shape, dtype=torch.float32) for t in (A, dt_bias, D)
     )
@@ -385,15 +382,15 @@ def _run_backward(
         dx, ddt, dB, dC, dz, dA, dD, dbias,
     )  # fmt: skip
     numbers = (
-        *call.limits, length, together, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
+        *call.limits, length, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
         *_strides(call.seq_idx, 1), *_state_strides(entering), *_state_strides(leaving), *dout.stride()[:3],
     )  # fmt: skip
     constants = (
-        *call.sizes, shares, *tiles[:3], *call.rules, D is not None, D is not None and D.dim() == 2, z is not None,
-        *call.has, entering is not None, leaving is not None,
+        *call.sizes, *tiles[:3], *call.rules, D is not None, D is not None and D.dim() == 2, z is not None, *call.has,
+        entering is not None, leaving is not None,
     )  # fmt: skip
-    _launch(_scan_backward_kernel, (shares, chunks, batch), tensors, numbers, constants, tiles)
-    if not alone:
+    _launch(_scan_backward_kernel, (heads, chunks, batch), tensors, numbers, constants, tiles)
+    if call.groups < heads:
         dB, dC = _add_heads(dB, dC, B, C)
     dA, dbias, dD = (
         nothing if t is None else of_chunks.sum(0).to(t.dtype)
@@ -403,7 +400,7 @@ def _run_backward(
 
 
 def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """dB, dC (B, L, G, N) from the shares of some heads each (B, L, SHARES, N)."""
+    """dB, dC (B, L, G, N) from the heads' shares (B, L, H, N)."""
     dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
     grid = (ceil_div(B.numel(), ADDING_BLOCK), 2, 1)
     constants = (dB_shares.shape[2] // B.shape[2], B.shape[3], ADDING_BLOCK)
@@ -411,30 +408,26 @@ def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tu
     return dB, dC
 
 
-def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None):
+def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None, entering_spans: Tensor):
     """What enters each chunk of backward, the derivative of what leaves it (both (B, K, H, P, N), or (B, 1, H, P, N)
     for one chunk, or None), and the derivative of the initial states (empty if there are none)."""
     tiles, first = call.plan.backward_states, call.initial
     chunks = ceil_div(call.length, tiles.rows)
     dinitial = call.x.new_empty(0) if first is None else call.state_like(1)               # (B, 1, H, P, N)
-    entering = leaving = None
-    span = chunks_in_span(chunks, call.batch * call.heads * ceil_div(call.headdim, tiles.p)
-                          * ceil_div(call.state, tiles.n), call.x.device)  # fmt: skip
-    if chunks == 1:
-        entering = None if first is None else first.unsqueeze(1)
-        leaving = None if dfinal is None else dfinal.unsqueeze(1)
-    else:
-        start = call.walk_start(tiles, span, call.x, None, call.B, first)
+    entering = None if first is None else first.unsqueeze(1)
+    leaving = None if dfinal is None else dfinal.unsqueeze(1)
+    if chunks > 1:
+        start = entering if call.spans == 1 else entering_spans
         entering = call.state_like(chunks)
-        call.states(tiles, call.x, None, call.B, span, start, each=entering)
-    one_span = span >= chunks
+        call.states(tiles, call.x, None, call.B, start, each=entering)
     if chunks > 1 or first is not None:
+        one_span = call.spans == 1
         last = None if one_span or first is None else dinitial.squeeze(1)
-        start = call.walk_start(tiles, span, dout, call.z, call.C, dfinal, reverse=True, last=last)
+        start = call.walk_start(tiles, dout, call.z, call.C, dfinal, reverse=True, last=last)
         each = None if chunks == 1 else call.state_like(chunks)
         leaving = leaving if each is None else each
         last = dinitial if one_span and first is not None else None
-        call.states(tiles, dout, call.z, call.C, span, start, reverse=True, each=each, last=last)
+        call.states(tiles, dout, call.z, call.C, start, reverse=True, each=each, last=last)
     if first is not None:
         dinitial = dinitial.squeeze(1).to(first.dtype)
     return entering, leaving, dinitial
@@ -444,10 +437,12 @@ def _fake_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_siz
                final_state):  # fmt: skip
     batch, _, heads, headdim = x.shape
     shape = (batch, heads, headdim, B.shape[3]) if final_state else (0,)
-    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
+    spans = ceil_div(x.shape[1], rows_in_span(x))
+    entering = (0,) if spans == 1 else (batch, spans, heads, headdim, B.shape[3])
+    return x.new_empty(x.shape), *(x.new_empty(sizes, dtype=torch.float32) for sizes in (shape, entering))
 
 
-def _fake_scan_backward(dout, dfinal, *inputs):
+def _fake_scan_backward(dout, dfinal, entering, *inputs):
     x, others, nothing = inputs[0], inputs[1:9], inputs[0].new_empty(0)
     return tuple(nothing if t is None else t.new_empty(t.shape) for t in (x, *others))
 
@@ -467,9 +462,10 @@ _INPUTS = (
 )
 _OPTIONS = "int chunk_size, bool dt_softplus, float dt_min, float dt_max"
 
-_scan_op = define(f"ssd_scan({_INPUTS}, {_OPTIONS}, bool final_state) -> (Tensor, Tensor)", _scan, _fake_scan)
+_scan_op = define(f"ssd_scan({_INPUTS}, {_OPTIONS}, bool final_state) -> (Tensor, Tensor, Tensor)", _scan, _fake_scan)
 _scan_backward_op = define(
-    f"ssd_scan_backward(Tensor dout, Tensor? dfinal, {_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * 9)})",
+    f"ssd_scan_backward(Tensor dout, Tensor? dfinal, Tensor entering, {_INPUTS}, {_OPTIONS})"
+    f" -> ({', '.join(['Tensor'] * 9)})",
     _scan_backward, _fake_scan_backward,
 )  # fmt: skip
 _packed_states_op = define(
@@ -485,19 +481,20 @@ _packed_states_backward_op = define(
 
 def _save(ctx, inputs, output) -> None:
     *tensors, chunk_size, dt_softplus, dt_min, dt_max, _ = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*tensors, output[2])
     ctx.options = (chunk_size, dt_softplus, dt_min, dt_max)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dfinal):
-    tensors = ctx.saved_tensors
+def _backward(ctx, dout, dfinal, _):
+    *tensors, entering = ctx.saved_tensors
     if dout is None and dfinal is None:
         return (None,) * 15
     dout = torch.zeros_like(tensors[0]) if dout is None else dout
     if dfinal is not None and dfinal.numel() == 0:
         dfinal = None                                                                     # it was not asked for
-    grads = _scan_backward_op(dout, dfinal, *tensors, *ctx.options)
+    grads = _scan_backward_op(dout, dfinal, entering, *tensors, *ctx.options)
     grads = [None if tensor is None else grad for grad, tensor in zip(grads, tensors[:9], strict=True)]
     return (*grads, None, None, None, None, None, None)
 
@@ -538,7 +535,7 @@ def chunk_scan_on_gpu(
         )  # fmt: skip
     if follows:
         seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
-    out, final = _scan_op(*needed, seq_idx, *options, return_final_states)
+    out, final, _ = _scan_op(*needed, seq_idx, *options, return_final_states)
     if not return_final_states and not return_varlen_states:
         return out
     results = [out, final] if return_final_states else [out]
