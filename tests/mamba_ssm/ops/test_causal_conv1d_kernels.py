@@ -158,6 +158,23 @@ def test_conv_on_a_gpu(dtype, last, pieces, initial):
 
 @gpu
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_conv_grid(width, bias, initial, pieces, last, dtype):
+    """Every length with every subset of arguments; kernels are built once for the lengths."""
+    for length in (1, 2, 3, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048, 4099):
+        for batch, channels in ((1, 33), (2, 96), (16, 64) if length <= 257 else (2, 40)):
+            for activation in (None, "silu"):
+                check_conv(conv_inputs(batch, channels, length, width, bias, initial, pieces, last, dtype), activation)
+
+
+@gpu
+@pytest.mark.gpu
 def test_conv_compiled_and_captured():
     """One graph for the compiler, the same bits from a CUDA graph, and from another run."""
     t = conv_inputs(16, 1056, 128, pieces=True, last=True, dtype=torch.bfloat16)

@@ -209,6 +209,24 @@ def test_mamba2_on_a_gpu(dtype, batch, heads, headdim, groups, state):
 
 @gpu
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("headdim", [16, 32, 64, 128])
+@pytest.mark.parametrize("state", [1, 4, 16, 64, 128, 256])
+def test_mamba2_grid(state, headdim, groups, dtype):
+    """Every number of sequences at every width, normed after and before the gate, and not at all."""
+    for batch in (1, 2, 16, 1024):
+        t = mamba2_inputs(batch, 4, headdim, groups, state, dtype=dtype)
+        for norm_before_gate in (False, True):
+            options = mamba2_options(norm_before_gate=norm_before_gate)
+            check(kernels.mamba2_step, mamba2_step, t, FORWARD_TOLERANCE[dtype], **options)
+        t["norm_weight"] = None
+        check(kernels.mamba2_step, mamba2_step, t, FORWARD_TOLERANCE[dtype], **mamba2_options())
+
+
+@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 2, 16, 1024])
 @pytest.mark.parametrize("channels, state", [(1024, 16), (96, 1), (1536, 64), (40, 256)])
 def test_mamba_on_a_gpu(batch, channels, state):
