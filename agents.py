@@ -345,7 +345,7 @@ class ActorCriticAgent(nn.Module):
         return lambda_return(rollout.reward, rollout.termination, values, self.gamma, self.lam).unbind()
 
     def _value_loss(self, logits: Tensor, target: Tensor, slow_target: Tensor, weight: Tensor) -> Tensor:
-        return masked_mean(self.value_code.loss(logits, target) + self.value_code.loss(logits, slow_target), weight)
+        return masked_mean(self.value_code.loss(logits, target, slow_target), weight)
 
     @torch.no_grad()
     def _after_update(self, rollout: Rollout, scale: Tensor, made: Tensor) -> dict[str, Tensor]:
