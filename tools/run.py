@@ -209,11 +209,10 @@ class MetricsFile:
         if not self._waiting:
             return
         size = os.fstat(self._descriptor).st_size
-        data = b"".join(self._waiting)
+        data = memoryview(b"".join(self._waiting))
         try:
-            written = os.write(self._descriptor, data)
-            if written < len(data):
-                raise OSError(f"only {written} of {len(data)} bytes were written")
+            while data:  # a disk that fills up takes a part first, and refuses the next with the reason
+                data = data[os.write(self._descriptor, data) :]
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, size)  # no half line stays behind

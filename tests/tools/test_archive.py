@@ -1,12 +1,14 @@
 """A run in one file goes on elsewhere as it would have here."""
 
 import json
+import os
 import shutil
 import subprocess
 import tarfile
 
 import pytest
 
+from replay_buffer import manifest_files
 from tests.test_train import assert_same_run, run_training
 from tools import archive
 from tools.archive import archive_run
@@ -55,11 +57,9 @@ def test_an_archive_has_what_a_run_goes_on_with_and_no_more(half, tmp_path):
     assert folders == {"config.yaml", "origin.json", "metrics.jsonl", "ckpt", "replay", "tb", "eval", "pictures"}
     assert {name.split("/")[2] for name in found if "/ckpt/" in name} == {"step_000000040"}
     assert sum("/pictures/" in name for name in found) == 3
-    assert sorted(name.split("/")[2].partition("-")[0] for name in found if "/replay/" in name) == [
-        "counters",
-        "rows",
-        "rows",
-    ]
+    manifest = json.loads((run / "ckpt" / "step_000000040" / "replay.json").read_text())
+    assert {name.split("/")[2] for name in found if "/replay/" in name} == set(manifest_files(manifest))
+    assert set(manifest_files(manifest)) < set(os.listdir(run / "replay")), "the older checkpoint's are left out"
 
 
 def test_a_damaged_checkpoint_is_not_what_is_archived(half, tmp_path):
