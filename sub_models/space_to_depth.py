@@ -42,6 +42,15 @@ def run_relaid(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
 def run_rows(layers: Iterable[nn.Module], rows: Tensor, blocks: bool) -> Tensor:
     """`run_relaid` from rows of channels on.   rows (B, height, width, C), or (B, height/2, width/2, 4C) with `blocks`,
     -> (B, O, height', width')."""
+    rows, bias, blocks = run_unfinished(layers, rows, blocks)
+    return _arrange(_add_bias(rows, bias), blocks, False).permute(0, 3, 1, 2)
+
+
+def run_unfinished(
+    layers: Iterable[nn.Module], rows: Tensor, blocks: bool, spare: bool = False
+) -> tuple[Tensor, Tensor | None, bool]:
+    """`run_rows` without its last pass over memory: rows, the bias (O) that is still to be added to them, and whether
+    they hold blocks. With `spare` a last convolution's rows keep the zero channels that it was filled up with."""
     layers, bias = list(layers), None
     fused = False  # was this layer computed with the one before?
     for i, layer in enumerate(layers):
@@ -50,7 +59,7 @@ def run_rows(layers: Iterable[nn.Module], rows: Tensor, blocks: bool) -> Tensor:
             fused = False
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             rows = _arrange(rows, blocks, _takes_blocks(layer))
-            rows, bias = _convolve(rows, relaid_weight(layer)), layer.bias
+            rows, bias = _convolve(rows, relaid_weight(layer), spare and following is None), layer.bias
             blocks = isinstance(layer, nn.ConvTranspose2d) or layer.stride == (1, 1)
         elif can_fuse(layer, following, rows):
             wanted = i + 2 < len(layers) and _takes_blocks(layers[i + 2])
@@ -58,7 +67,7 @@ def run_rows(layers: Iterable[nn.Module], rows: Tensor, blocks: bool) -> Tensor:
             blocks, bias, fused = wanted, None, True
         else:
             rows, bias = _by_pixel(layer, _add_bias(rows, bias), 4 if blocks else 1), None
-    return _arrange(_add_bias(rows, bias), blocks, False).permute(0, 3, 1, 2)
+    return rows, bias, blocks
 
 
 def _takes_blocks(layer: nn.Module) -> bool:
@@ -124,13 +133,15 @@ def _padding_and_reach(weight: Tensor) -> tuple[int, int]:
     return padding, (padding + 1) // 2
 
 
-def _convolve(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows (B, height, width, C) with weight (O, C, T, T), odd T -> (B, height, width, O)."""
+def _convolve(rows: Tensor, weight: Tensor, spare: bool) -> Tensor:
+    """rows (B, height, width, C) with weight (O, C, T, T), odd T -> (B, height, width, O), or with `spare` O rounded up
+    to `CHANNEL_MULTIPLE`, the rest zeros."""
     channels_out, channels_in = weight.shape[:2]
     spare_out, spare_in = -channels_out % CHANNEL_MULTIPLE, -channels_in % CHANNEL_MULTIPLE
     weight = F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out)).contiguous(memory_format=torch.channels_last)
     x = F.pad(rows, (0, spare_in)).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
-    return F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)[..., :channels_out]
+    out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)
+    return out if spare else out[..., :channels_out]
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
 from mamba_ssm.modules.aligned_linear import AlignedLinear
+from mamba_ssm.ops.triton.launch import why_not
 from mamba_ssm.ops.triton.layer_norm import RMSNorm
 from sub_models.compilation import compiled
 from sub_models.functions_losses import (
@@ -37,8 +38,11 @@ from sub_models.functions_losses import (
 from sub_models.fused_encoder import LEVELS, encode_bytes, fusible_layers, may_fuse
 from sub_models.fused_imagination import ActorParts, can_draw, can_roll_out, draw_one_hot, roll_out
 from sub_models.optimiser import Optimiser
-from sub_models.space_to_depth import can_relay, run_relaid, run_rows
+from sub_models.space_to_depth import can_relay, run_relaid, run_rows, run_unfinished
 from sub_models.transformer_model import StochasticTransformer
+
+if (NO_KERNELS := why_not()) is None:  # why there are none
+    from sub_models.frame_error import frame_error
 
 if TYPE_CHECKING:
     import gymnasium
@@ -228,6 +232,21 @@ class Decoder(nn.Module):
         inner = self.linear(stoch).unflatten(-1, self.inner_size)
         return run_relaid(self.layers, inner) if self.relaid else self.layers(inner)
 
+    def error(self, stoch: Tensor, obs: Tensor, image: Tensor) -> Tensor:
+        """`reconstruction_loss` of the decoded frames.   (B, Z), obs (B, height, width, channels) uint8 and the same
+        frames as image (B, channels, height, width) in 0..1 -> (B,) float32."""
+        if not self._measures_error(stoch):
+            return reconstruction_loss(self(stoch), image)
+        inner = self.linear(stoch).unflatten(-1, self.inner_size)
+        rows, bias, _ = run_unfinished(self.layers[:-1], inner.permute(0, 2, 3, 1), blocks=False, spare=True)
+        return frame_error(rows, bias, obs)
+
+    def _measures_error(self, stoch: Tensor) -> bool:
+        """Whether `frame_error` does what follows the last convolution."""
+        *_, last, act = self.layers
+        ends = isinstance(last, nn.ConvTranspose2d) and last.bias is not None and isinstance(act, nn.Sigmoid)
+        return self.relaid and ends and stoch.is_cuda and stoch.dtype != torch.float64 and NO_KERNELS is None
+
 
 class MLPHead(nn.Module):
     """`num_layers` of linear, RMSNorm, activation; then a linear layer.   (..., d_in) -> (..., d_out).
@@ -385,13 +404,13 @@ class WorldModel(nn.Module):
         with self.autocast():
             log_q = self.posterior(image)  # (B, L, K, C)
             stoch = sample_one_hot(log_q).flatten(-2)  # (B, L, Z)
-            reconstruction = self.decoder(stoch.flatten(0, 1)).unflatten(0, stoch.shape[:2])
+            error = self.decoder.error(stoch.flatten(0, 1), batch.obs.flatten(0, 1), image.flatten(0, 1))  # (B·L,)
             deter = self.sequence_model(stoch, self.encode_action(batch.action), self.segments(batch.is_first))
             log_p = self.prior(deter)  # (B, L, K, C), of the latent one step later
             reward_logits = self.reward_head(deter)  # (B, L, N)
             termination_logits = full_precision(self.termination_head(deter).squeeze(-1))  # (B, L)
 
-        reconstruction_term = reconstruction_loss(reconstruction, image).mean()
+        reconstruction_term = error.mean()
         reward_term = self.reward_code.loss(reward_logits, batch.reward).mean()
         termination_term = F.binary_cross_entropy_with_logits(
             termination_logits, batch.termination.to(termination_logits.dtype)
