@@ -7,6 +7,11 @@ import cv2
 import numpy as np
 
 
+# OpenCV shares each image out among all cores, which for images as small as these costs more than it brings: an Atari
+# frame takes 0.21 ms with 32 threads, 0.13 ms with one (32 cores beside an H200).
+cv2.setNumThreads(1)
+
+
 class UnusableEnvironment(ValueError):
     """An environment that cannot be built here, or not be used once built. One line that says why and what to do."""
 
