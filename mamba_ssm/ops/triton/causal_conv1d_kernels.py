@@ -107,33 +107,25 @@ def _weight_gradient_kernel(
     channels, length, programs_of_row, stride_gb, stride_gd, stride_gl, stride_xb, stride_xd, stride_xl,
     stride_pb, stride_pd, stride_pl, stride_wd, stride_ww, stride_sb, stride_sl, stride_ib, stride_id, stride_il,
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_INITIAL: tl.constexpr, SILU: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """dp, unless it is dout, and this program's sums for dw and the bias's gradient."""
+    """dp, unless it is dout, and this program's sums for dw and the bias's gradient, added up over rows at its end."""
     b = (tl.program_id(0) // programs_of_row).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = d < channels
-    k = tl.arange(0, BLOCK_W)
     x_ptr += b * stride_xb
     seq_ptr += b * stride_sb
     initial_ptr += b * stride_ib
-    dweight = tl.zeros((BLOCK_D, BLOCK_W), tl.float32)
-    dbias = tl.zeros((BLOCK_D,), tl.float32)
+    nothing = tl.zeros((BLOCK_D, BLOCK_L), tl.float32)
+    dw0, dw1, dw2, dw3, dbias = nothing, nothing, nothing, nothing, nothing
     for block in range(BLOCKS):
         first = ((tl.program_id(0) % programs_of_row) * BLOCKS + block) * BLOCK_L
         row = (first + tl.arange(0, BLOCK_L)).to(tl.int64)
-        inside = live[:, None] & (row < length)[None, :]
-        cell = dout_ptr + b * stride_gb + d[:, None] * stride_gd + row[None, :] * stride_gl
-        dp = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
-        if SILU:
-            dp *= silu_slope(_preactivation(
-                x_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, d, row, live, length, stride_xd, stride_xl,
-                stride_wd, stride_ww, stride_sl, stride_id, stride_il, W, HAS_BIAS, HAS_SEQ, HAS_INITIAL,
-            ))  # fmt: skip
-            cell = dp_ptr + b * stride_pb + d[:, None] * stride_pd + row[None, :] * stride_pl
-            tl.store(cell, dp, mask=inside)
-        dbias += tl.sum(dp, axis=1)
+        p = tl.zeros((BLOCK_D, BLOCK_L), tl.float32)
+        if HAS_BIAS:
+            p += tl.load(bias_ptr + d, mask=live, other=0.0).to(tl.float32)[:, None]
         visible = row < length
+        taps = ()                                                                          # inputs, newest first
         for i in tl.static_range(W):
             if i > 0:
                 visible = visible & _joined(seq_ptr, row - i + 1, length, stride_sl, HAS_SEQ)
@@ -141,11 +133,35 @@ def _weight_gradient_kernel(
                 x_ptr, initial_ptr, d, row - i, live, visible, length, stride_xd, stride_xl, stride_id, stride_il, W,
                 HAS_INITIAL,
             )  # fmt: skip
-            dweight += tl.where((k == W - 1 - i)[None, :], tl.sum(dp * x, axis=1)[:, None], 0.0)
+            weight = tl.load(weight_ptr + d * stride_wd + (W - 1 - i) * stride_ww, mask=live, other=0.0)
+            p += weight.to(tl.float32)[:, None] * x
+            taps += (x,)
+        inside = live[:, None] & (row < length)[None, :]
+        cell = dout_ptr + b * stride_gb + d[:, None] * stride_gd + row[None, :] * stride_gl
+        dp = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            dp *= silu_slope(p)
+            cell = dp_ptr + b * stride_pb + d[:, None] * stride_pd + row[None, :] * stride_pl
+            tl.store(cell, dp, mask=inside)
+        dbias += dp
+        dw0 += dp * taps[0]
+        if W > 1:
+            dw1 += dp * taps[1]
+        if W > 2:
+            dw2 += dp * taps[2]
+        if W > 3:
+            dw3 += dp * taps[3]
     place = tl.program_id(0).to(tl.int64) * channels + d
-    tl.store(dweight_ptr + place[:, None] * W + k[None, :], dweight, mask=live[:, None] & (k < W)[None, :])
+    dweight_ptr += place * W + W - 1
+    tl.store(dweight_ptr, tl.sum(dw0, axis=1), mask=live)
+    if W > 1:
+        tl.store(dweight_ptr - 1, tl.sum(dw1, axis=1), mask=live)
+    if W > 2:
+        tl.store(dweight_ptr - 2, tl.sum(dw2, axis=1), mask=live)
+    if W > 3:
+        tl.store(dweight_ptr - 3, tl.sum(dw3, axis=1), mask=live)
     if HAS_BIAS:
-        tl.store(dbias_ptr + place, dbias, mask=live)
+        tl.store(dbias_ptr + place, tl.sum(dbias, axis=1), mask=live)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -235,7 +251,7 @@ def _launch_backward(
         channels, length, of_row, *dout.stride(), *x.stride(), *dp.stride(), *weight.stride(), *_strides(seq_idx, 2),
         *_strides(initial_states, 3),
         W=width, HAS_BIAS=bias is not None, HAS_SEQ=seq_idx is not None, HAS_INITIAL=initial_states is not None,
-        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, BLOCK_W=next_power_of_two(width), num_warps=4,
+        SILU=silu, BLOCKS=of_program, BLOCK_D=block_d, BLOCK_L=block_l, num_warps=4,
     )  # fmt: skip
     rows = length + (0 if initial_states is None else width - 1)
     _input_gradient_kernel[(batch * ceil_div(rows, block_l), grid_d)](
