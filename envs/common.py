@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import cv2
 import numpy as np
 
-
 # OpenCV shares each image out among all cores, which for images as small as these costs more than it brings: an Atari
 # frame takes 0.21 ms with 32 threads, 0.13 ms with one (32 cores beside an H200).
 cv2.setNumThreads(1)
