@@ -519,3 +519,32 @@ def _add_heads_kernel(
         for r in range(R):
             total += tl.load(dC_shares_ptr + share + r * N, mask=mask, other=0.0)
         tl.store(dC_ptr + at, total.to(dC_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_rows(shares_ptr, sum_ptr, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """shares (rows, COLUMNS) -> their sum (COLUMNS), this program's block of it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
+    for first in range(0, rows, BLOCK_R):
+        row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (row < rows)[:, None] & (at < COLUMNS)[None, :]
+        total += tl.load(shares_ptr + row[:, None] * COLUMNS + at[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + at, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=at < COLUMNS)
+
+
+@triton.jit
+def _add_chunks_kernel(
+    dA_shares_ptr, dbias_shares_ptr, dD_shares_ptr, dA_ptr, dbias_ptr, dD_ptr, rows,
+    H: tl.constexpr, D_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dA, ddt_bias (H) and dD (D_COLUMNS) from shares of rows chunks each. Grid (blocks of columns, 3)."""
+    if tl.program_id(1) == 0:
+        _add_rows(dA_shares_ptr, dA_ptr, rows, H, BLOCK_R, BLOCK)
+    if HAS_BIAS:                                 # noqa: SIM102  decided when compiling
+        if tl.program_id(1) == 1:
+            _add_rows(dbias_shares_ptr, dbias_ptr, rows, H, BLOCK_R, BLOCK)
+    if HAS_D:                                    # noqa: SIM102  decided when compiling
+        if tl.program_id(1) == 2:
+            _add_rows(dD_shares_ptr, dD_ptr, rows, D_COLUMNS, BLOCK_R, BLOCK)

@@ -21,6 +21,7 @@ from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.launch import INTERPRETED, ceil_div, define, differentiate, next_power_of_two
 from mamba_ssm.ops.triton.ssd_kernels import (
+    _add_chunks_kernel,
     _add_heads_kernel,
     _packed_backward_kernel,
     _passing_kernel,
@@ -34,7 +35,7 @@ Tensor = torch.Tensor
 
 MAX_STATE, MAX_HEADDIM = 256, 128      # what the tiles hold
 PASSING_BLOCK = 1024
-ADDING_BLOCK = 512
+ADDING_BLOCK, ADDING_TILE = 512, (64, 16)
 PROGRAMS_PER_SM = 4                    # spans are split until the walk has about so many programs
 SPAN_UNIT, MIN_UNITS_IN_SPAN = 64, 4   # rows; every plan's chunks divide the unit, so that both passes share spans
 
@@ -326,7 +327,6 @@ def _packed_states_backward(
     """Derivatives of x, dt, A, B, dt_bias, initial_states, empty where there is no such input."""
     call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, None, chunk_size, dt_softplus, dt_min, dt_max)
     tiles, sequences, heads = call.plan.backward, cu_seqlens.shape[0] - 1, call.heads
-    nothing = x.new_empty(0)
     dx, ddt = torch.zeros_like(x, memory_format=torch.contiguous_format), dt.new_zeros(dt.shape)
     dB = call.shares_of_heads(B).zero_()
     direct = x.new_empty(call.length, heads, dtype=torch.float32)
@@ -345,8 +345,8 @@ def _packed_states_backward(
         _launch(_packed_backward_kernel, (heads, sequences, 1), tensors, numbers, constants, tiles)
     if call.groups < heads:
         dB, _ = _add_heads(dB, dB, B, B)
-    dA, dbias = (nothing if t is None else of.sum(0).to(t.dtype) for of, t in ((dA, A), (dbias, dt_bias)))
-    return dx, ddt, dA, dB, dbias, nothing if dinitial is None else dinitial
+    dA, dbias, _ = _add_chunks((dA, dbias, None), (A, dt_bias, None))
+    return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, ddt, dA, dB, dbias, dinitial))
 
 
 def _scan_backward(
@@ -370,7 +370,6 @@ def _run_backward(
     entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal, entering)
     tiles, batch, length, heads = call.plan.backward, call.batch, call.length, call.heads
     chunks = ceil_div(length, tiles.rows)
-    nothing = x.new_empty(0)
     dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
     dz = None if z is None else z.new_empty(z.shape)
     dB, dC = call.shares_of_heads(B), call.shares_of_heads(C)
@@ -392,11 +391,9 @@ def _run_backward(
     _launch(_scan_backward_kernel, (heads, chunks, batch), tensors, numbers, constants, tiles)
     if call.groups < heads:
         dB, dC = _add_heads(dB, dC, B, C)
-    dA, dbias, dD = (
-        nothing if t is None else of_chunks.sum(0).to(t.dtype)
-        for of_chunks, t in ((dA, A), (dbias, dt_bias), (dD, D))
-    )
-    return dx, ddt, dA, dB, dC, dD, nothing if dz is None else dz, dbias, dinitial
+    dA, dbias, dD = _add_chunks((dA, dbias, dD), (A, dt_bias, D))
+    grads = (dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial)
+    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,6 +403,17 @@ def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tu
     constants = (dB_shares.shape[2] // B.shape[2], B.shape[3], ADDING_BLOCK)
     _launch(_add_heads_kernel, grid, (dB_shares, dC_shares, dB, dC), (B.numel(),), constants, PLAIN)
     return dB, dC
+
+
+def _add_chunks(shares: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """dA (H), ddt_bias (H) and dD like D, from a row of shares for each chunk or sequence; None where there is none."""
+    sums = tuple(None if t is None else t.new_empty(t.shape) for t in parameters)
+    A, dt_bias, D = parameters
+    columns = 0 if D is None else D.numel()
+    constants = (A.numel(), columns, dt_bias is not None, D is not None, *ADDING_TILE)
+    grid = (ceil_div(max(A.numel(), columns), ADDING_TILE[1]), 3, 1)
+    _launch(_add_chunks_kernel, grid, (*shares, *sums), (shares[0].shape[0],), constants, PLAIN)
+    return sums
 
 
 def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None, entering_spans: Tensor):
