@@ -8,7 +8,8 @@ configuration: d_model 512, d_inner 1024, N 16, W 4, bfloat16 rows and windows o
 float32 states and parameters. Figures are medians of at least 20 repeats after warm-up, with the 10th and 90th
 percentile: launched from Python one call at a time, and ten calls captured in a CUDA graph, divided by ten. `floor` is
 the time for reading every input and writing every output once at the bandwidth of a large copy measured in the same
-run. Every output is compared with the reference in float64 first. Writes benchmarks/results/small_kernels_<device>.json.
+run. Every output is compared with the reference in float64 first. Writes
+benchmarks/results/small_kernels_<device>.json.
 """
 
 from __future__ import annotations
