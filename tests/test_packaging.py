@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = {"cv2": "opencv-python-headless", "yaml": "PyYAML"}          # where they differ from the module
 OPTIONAL = {"triton", "causal-conv1d", "huggingface-hub", "safetensors"}       # imported only where found
@@ -68,6 +70,7 @@ def test_the_readme_names_files_that_exist():
     assert all(path.name in text for path in presets.glob("*.yaml"))
 
 
+@pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="an image of the repository leaves it out")
 def test_the_ci_script_parses():
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
 

@@ -1,12 +1,16 @@
 """Figures say where they come from, in and outside of a git checkout."""
 
 import json
+import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tools.provenance import ROOT, commit, hardware, provenance, versions
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 def test_everything_is_named_and_plain():
@@ -18,6 +22,7 @@ def test_everything_is_named_and_plain():
     assert "pytest" not in versions() and hardware(torch.device("cpu"))["processor"]
 
 
+@needs_git
 def test_the_commit_tells_of_changes(tmp_path):
     assert commit(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
@@ -33,6 +38,7 @@ def test_the_commit_tells_of_changes(tmp_path):
     assert commit(tmp_path) == f"{clean}+changes"
 
 
+@needs_git
 def test_a_copy_without_git_knows_its_commit(tmp_path):
     """A machine that is given an archive of the repository would write results of an unknown commit."""
     repository, copy = tmp_path / "repository", tmp_path / "copy"
