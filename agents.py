@@ -8,7 +8,7 @@ Letters: B rollouts, H imagined steps, F feature width, A actions or action widt
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -391,29 +391,19 @@ class PPOAgent(ActorCriticAgent):
         The early stop is a device-side flag: updates after it leave everything as it is, without a host sync. Metrics
         are means over the minibatches up to the one that set it.
         """
+        normed = self._normed(rollout)
+        as_acted = [x.flatten(0, 1) for x in (normed[:, :-1], rollout.action, rollout.log_prob, rollout.weight)]
         going = torch.ones((), dtype=torch.bool, device=rollout.reward.device)
         history: list[dict[str, Tensor]] = []
         counted: list[Tensor] = []  # of each minibatch, whether the flag was still up before it
         snapshot = self.return_scale.snapshot()
         for epoch in range(self.num_epochs):
-            target, slow_target, value, normed = self._judge(rollout)
+            target, slow_target, value = self._judge(rollout, normed)
             if epoch == 0:
                 scale = self.return_scale.update(target, rollout.weight)
             advantage = (target - value) / scale
-            steps = [
-                x.flatten(0, 1)
-                for x in (
-                    normed,
-                    rollout.action,
-                    rollout.log_prob,
-                    rollout.weight,
-                    advantage,
-                    target,
-                    slow_target,
-                )
-            ]  # (B·H, ...) each
-            order = torch.rand(steps[2].shape, device=going.device).argsort()
-            for index in order.split(self.minibatch):
+            steps = [*as_acted, *(x.flatten() for x in (advantage, target, slow_target))]  # (B·H, ...) each
+            for index in self._minibatches(rollout.reward):
                 counted.append(going)
                 loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
                 metrics |= self.optimiser.update(loss, enabled=going)
@@ -432,13 +422,18 @@ class PPOAgent(ActorCriticAgent):
         self._minibatch_loss = compiled(self._minibatch_loss)
         self._after_update = compiled(self._after_update)
 
+    def _minibatches(self, of: Tensor) -> Sequence[Tensor | slice]:
+        """What to take of the steps of `of` (B, H) for each minibatch of a shuffled pass. One minibatch of all needs no
+        order."""
+        if of.numel() <= self.minibatch:
+            return [slice(None)]
+        return torch.rand(of.numel(), device=of.device).argsort().split(self.minibatch)
+
     @torch.no_grad()
-    def _judge(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """λ-returns with the critic's and with the slow critic's values, the critic's values, (B, H) each, and what the
-        networks take of the steps' features (B, H, F)."""
-        normed = self._normed(rollout)
+    def _judge(self, rollout: Rollout, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """λ-returns with the critic's and with the slow critic's values, and the critic's values.   -> (B, H) each."""
         value = self.value_code.decode(self._value_logits(self.critic, normed))  # (B, H+1)
-        return *self._targets(rollout, normed, value), value[:, :-1], normed[:, :-1]
+        return *self._targets(rollout, normed, value), value[:, :-1]
 
     def _minibatch_loss(self, steps: list[Tensor], going: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Clipped loss of a minibatch, its parts as detached 0-d tensors, and the flag that says whether to go on."""

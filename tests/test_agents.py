@@ -254,6 +254,14 @@ def test_ppo_starts_at_ratio_one():
     assert metrics["agent/approximate_kl"].abs() < 1e-6 and metrics["agent/clip_fraction"] == 0
 
 
+@pytest.mark.parametrize("minibatch", [1, 50, B * H - 1, B * H, 1000])
+def test_a_pass_of_ppo_takes_every_step_once(minibatch):
+    agent = make_agent("PPO", minibatch=minibatch)
+    steps = torch.arange(B * H)
+    parts = [steps[index] for index in agent._minibatches(steps.view(B, H))]
+    assert torch.equal(torch.cat(parts).sort().values, steps) and max(map(len, parts)) <= minibatch
+
+
 def test_ppo_stops_once_the_kl_passes_its_threshold():
     still = make_agent("PPO", kl_threshold=-1.0)
     rollout = make_rollout(still)
