@@ -137,11 +137,11 @@ def _scan_kernel(
     H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
     SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SEQ: tl.constexpr, HAS_ENTERING: tl.constexpr, MOVES: tl.constexpr, FINAL: tl.constexpr,
+    HAS_SEQ: tl.constexpr, HAS_ENTERING: tl.constexpr, LATER: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """out and the final state. One program: a span, BLOCK_P columns of one head; grid (H * P blocks, S, B).
 
-    MOVES: the state is needed after the first chunk."""
+    LATER: there are chunks after the first."""
     p_blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     h, span, b = (tl.program_id(0) // p_blocks).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     ps = (tl.program_id(0) % p_blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -171,7 +171,7 @@ def _scan_kernel(
         c = tl.cumsum(log_decay, 0)
         weight = _decay_matrix(c, Q) * _dot(C, tl.trans(B), DOT) * step[None, :]          # (Q, Q)
         y = _dot(weight, x, DOT)                                                          # (Q, BLOCK_P)
-        if HAS_ENTERING or MOVES:
+        if HAS_ENTERING or LATER:
             y += tl.exp(c.to(tl.float32))[:, None] * _dot(C, tl.trans(state), DOT)
         if HAS_D:
             y += D[None, :] * x.to(tl.float32)
@@ -179,10 +179,14 @@ def _scan_kernel(
             z = _tile(z_ptr + b * z_b + h * z_h, rows, z_l, ps, L, P).to(tl.float32)
             y *= silu(z)
         _store_tile(out_ptr, rows, H * P, ps, L, P, y)
-        if MOVES:
+        if FINAL or LATER:
             total = tl.sum(log_decay, 0)
             reach = tl.exp((total - c).to(tl.float32)) * step                             # (Q)
-            state = state * tl.exp(total.to(tl.float32)) + _dot(tl.trans(x * reach[:, None]), B, DOT)
+            added = _dot(tl.trans(x * reach[:, None]), B, DOT)
+            if HAS_ENTERING or LATER:
+                state = state * tl.exp(total.to(tl.float32)) + added
+            else:
+                state = added
     if FINAL:                                    # noqa: SIM102  decided when compiling
         if span == tl.num_programs(1) - 1:
             _store_tile(final_ptr + (b * H + h) * P * N, ps, N, ns, P, N, state)

@@ -77,9 +77,9 @@ def plan_for(length: int, headdim: int, state: int, chunk_size: int, dot: str) -
         scan_rows, backward_rows = (32, 32) if full_n <= 64 else (16, 32 if full_n * full_p <= 128 * 128 else 16)
     scan_rows, backward_rows = (max(16, min(rows, cap)) for rows in (scan_rows, backward_rows))
     # one warp, 1024 sequences of 8 rows with N 16 on an H200: 0.092 ms, four 0.111
-    warps = 1 if narrow and scan_rows == 16 and full_n == 16 else 4
+    warps, stages = (1, 1) if narrow and scan_rows == 16 and full_n == 16 else (4, 2)
     return Plan(
-        dot, Tiles(scan_rows, scan_p, full_n, warps, 2), Tiles(scan_rows, min(full_p, 64), states_n, 4, 2),
+        dot, Tiles(scan_rows, scan_p, full_n, warps, stages), Tiles(scan_rows, min(full_p, 64), states_n, 4, 2),
         Tiles(backward_rows, min(full_p, 64), states_n, 4, 2), Tiles(backward_rows, full_p, backward_n, 4, 2),
     )  # fmt: skip
 
@@ -294,10 +294,9 @@ def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor,
         *call.limits, call.length, call.rows_in_span // tiles.rows, *call.row_strides(), *_D_strides(D),
         *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering),
     )  # fmt: skip
-    moves = final_state or call.length > tiles.rows
     constants = (
-        *call.sizes, *tiles[:3], *call.rules, D is not None, z is not None, *call.has, entering is not None, moves,
-        final_state,
+        *call.sizes, *tiles[:3], *call.rules, D is not None, z is not None, *call.has, entering is not None,
+        call.length > tiles.rows, final_state,
     )  # fmt: skip
     _launch(_scan_kernel, grid, tensors, numbers, constants, tiles)
     return out, final, x.new_empty(0, dtype=torch.float32) if call.spans == 1 else entering

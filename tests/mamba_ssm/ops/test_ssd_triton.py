@@ -193,6 +193,18 @@ def test_states_of_packed_sequences_are_differentiated(lengths, optional, groups
 
 
 @runs
+def test_states_of_sequences_that_seq_idx_joins_are_differentiated_by_the_reference():
+    """The kernel takes each state for one of its own sequence's rows alone, and refuses a seq_idx that may say else."""
+    t = inputs(length=20, optional=("dt_bias", "initial_states"))
+    joined = torch.tensor([[0] * 14 + [1] * 6], device=DEVICE)
+    check_packed(t, [0, 5, 20], seq_idx=joined)
+    operator = torch.ops.mamba_ssm_triton.ssd_packed_states
+    needed, ends = [t[name] for name in ("x", "dt", "A", "B", "dt_bias", "initial_states")], torch.tensor([0, 5, 20])
+    with pytest.raises(ValueError, match="seq_idx does not follow from cu_seqlens"):
+        operator(*needed, joined, ends.to(DEVICE), False, 16, True, 0.0, float("inf"))
+
+
+@runs
 def test_pieces_equal_each_alone():
     t = inputs(length=50, optional=("D", "dt_bias", "z"))
     edges = [0, 15, 16, 17, 33, 50]
