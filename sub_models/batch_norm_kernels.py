@@ -12,17 +12,32 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_ssm.ops.triton.launch import define, differentiate
+from mamba_ssm.ops.triton.launch import INTERPRETED, define, differentiate
 
 Tensor = torch.Tensor
 
 TILE = 4096  # elements that a program holds at a time
 PROGRAMS = 528  # of a sum over rows: four for each multiprocessor of an H200
+ON_GPU = tl.constexpr(not INTERPRETED)
 AT_ONCE = tl.constexpr(64)  # partial sums that the last program adds at a time
 
 
 @triton.jit
-def _row_of_out(row, width, MOVE: tl.constexpr):
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) by the GPU's own exponential and reciprocal, good to a few units in the last place. Triton's
+    functions take more than three times the instructions, to serve denormal numbers."""
+    if ON_GPU:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def _row_of_out(row, width: tl.constexpr, MOVE: tl.constexpr):
     """Where row `row` of x lies in out. width: of x's line, in blocks or pixels; MOVE: 0 in the same place, 1 blocks to
     lines, 2 lines to blocks."""
     if MOVE == 1:
@@ -38,9 +53,15 @@ def _row_of_out(row, width, MOVE: tl.constexpr):
 @triton.jit
 def _tile(tile, rows, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """Rows, channels and mask of tile number `tile`."""
-    row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tile * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, WIDE)
     return row, channel, (row[:, None] < rows) & (channel[None, :] < C)
+
+
+@triton.jit
+def _place(row, channel, C: tl.constexpr):
+    """Where the numbers of a tile lie.   (ROWS), (WIDE) -> (ROWS, WIDE), 64 bits."""
+    return row.to(tl.int64)[:, None] * C + channel[None, :]
 
 
 @triton.jit
@@ -57,7 +78,7 @@ def _moments_kernel(
     program = tl.program_id(0)
     for step in range(STEPS):
         row, channel, mask = _tile(program + step * PARTS, rows, C, ROWS, WIDE)
-        x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
         x = tl.where(mask, x - origin[None, :], 0.0)
         total += x
         square += x * x
@@ -100,35 +121,35 @@ def _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C: t
     var = tl.load(var_ptr + channel, mask=channel < C, other=1.0)
     weight = tl.load(weight_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
-    scale = weight / tl.sqrt(var + eps)
+    scale = weight * tl.rsqrt(var + eps)
     return mean, var, scale, bias - scale * mean
 
 
 @triton.jit
 def _apply_kernel(
-    x_ptr, out_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, rows, width, eps,
+    x_ptr, out_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, rows, eps, width: tl.constexpr,
     C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     row, channel, mask = _tile(tl.program_id(0), rows, C, ROWS, WIDE)
     _, _, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
-    x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
     n = x * scale[None, :] + shift[None, :]
-    out = n * tl.sigmoid(n)
+    out = n * _sigmoid(n)
     row = _row_of_out(row, width, MOVE)
-    tl.store(out_ptr + row[:, None] * C + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + _place(row, channel, C), out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _grad_of_n(x, grad, scale, shift):
     """Gradient of n from that of n σ(n)."""
     n = x * scale[None, :] + shift[None, :]
-    gate = tl.sigmoid(n)
+    gate = _sigmoid(n)
     return grad * gate * (1.0 + n * (1.0 - gate))
 
 
 @triton.jit
 def _backward_sums_kernel(
-    grad_ptr, x_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, partial_ptr, rows, width, eps,
+    grad_ptr, x_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, partial_ptr, rows, eps, width: tl.constexpr,
     C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr, PARTS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -140,9 +161,9 @@ def _backward_sums_kernel(
     program = tl.program_id(0)
     for step in range(STEPS):
         row, channel, mask = _tile(program + step * PARTS, rows, C, ROWS, WIDE)
-        x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
         row = _row_of_out(row, width, MOVE)
-        grad = tl.load(grad_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
         dn = _grad_of_n(x, grad, scale, shift)
         first += dn
         second += dn * (x - mean[None, :])
@@ -159,25 +180,25 @@ def _finish_backward_kernel(
     first, second = _sum_partials(partial_ptr, C, WIDE, PARTS)
     var = tl.load(var_ptr + channel, mask=channel < C, other=1.0)
     tl.store(grad_bias_ptr + channel, first, mask=channel < C)
-    tl.store(grad_weight_ptr + channel, second / tl.sqrt(var + eps), mask=channel < C)
+    tl.store(grad_weight_ptr + channel, second * tl.rsqrt(var + eps), mask=channel < C)
 
 
 @triton.jit
 def _backward_apply_kernel(
-    grad_ptr, x_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, grad_weight_ptr, grad_bias_ptr, grad_x_ptr, rows, width,
-    eps, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr,
+    grad_ptr, x_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, grad_weight_ptr, grad_bias_ptr, grad_x_ptr, rows, eps,
+    width: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     """dx = scale · (dn - mean(dn) - x̂ · mean(dn · x̂)),   x̂ = (x - mean) / √(var + eps)."""
     row, channel, mask = _tile(tl.program_id(0), rows, C, ROWS, WIDE)
     mean, var, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
     dn_mean = tl.load(grad_bias_ptr + channel, mask=channel < C, other=0.0) / rows
-    slope = tl.load(grad_weight_ptr + channel, mask=channel < C, other=0.0) / rows / tl.sqrt(var + eps)
-    x = tl.load(x_ptr + row[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    place = _row_of_out(row, width, MOVE)
-    grad = tl.load(grad_ptr + place[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    slope = scale * tl.load(grad_weight_ptr + channel, mask=channel < C, other=0.0) * (tl.rsqrt(var + eps) / rows)
+    constant = mean * slope - scale * dn_mean
+    x = tl.load(x_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + _place(_row_of_out(row, width, MOVE), channel, C), mask=mask, other=0.0).to(tl.float32)
     dn = _grad_of_n(x, grad, scale, shift)
-    dx = scale[None, :] * (dn - dn_mean[None, :] - (x - mean[None, :]) * slope[None, :])
-    tl.store(grad_x_ptr + row[:, None] * C + channel[None, :], dx.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    dx = scale[None, :] * dn + (constant[None, :] - slope[None, :] * x)
+    tl.store(grad_x_ptr + _place(row, channel, C), dx.to(grad_x_ptr.dtype.element_ty), mask=mask)
 
 
 def moments(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
@@ -185,10 +206,10 @@ def moments(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     rows, tile_rows, wide = _sizes(x, channels)
     parts, steps = _shares(rows, tile_rows)
     partial = torch.empty((parts, 2, channels), dtype=torch.float32, device=x.device)
-    mean, var = torch.empty((2, channels), dtype=torch.float32, device=x.device).unbind()
+    mean, var = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
     _moments_kernel[(parts,)](x, partial, rows, C=channels, ROWS=tile_rows, WIDE=wide, PARTS=parts, STEPS=steps)
     _finish_moments_kernel[(1,)](x, partial, mean, var, rows, C=channels, WIDE=wide, PARTS=parts)
-    return mean, var.clone()
+    return mean, var
 
 
 def apply(
@@ -200,7 +221,7 @@ def apply(
     out = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(rows, tile_rows),)
     _apply_kernel[grid](
-        x, out, mean, var, weight, bias, rows, width, eps, C=channels, ROWS=tile_rows, WIDE=wide, MOVE=move
+        x, out, mean, var, weight, bias, rows, eps, width, C=channels, ROWS=tile_rows, WIDE=wide, MOVE=move
     )
     return out
 
@@ -218,11 +239,11 @@ def backward(
     statistics = (mean, var, weight, bias)
     sizes = {"C": channels, "ROWS": tile_rows, "WIDE": wide}
     _backward_sums_kernel[(parts,)](
-        grad, x, *statistics, partial, rows, width, eps, **sizes, MOVE=move, PARTS=parts, STEPS=steps
+        grad, x, *statistics, partial, rows, eps, width, **sizes, MOVE=move, PARTS=parts, STEPS=steps
     )
     _finish_backward_kernel[(1,)](partial, var, grad_weight, grad_bias, eps, C=channels, WIDE=wide, PARTS=parts)
     _backward_apply_kernel[(triton.cdiv(rows, tile_rows),)](
-        grad, x, *statistics, grad_weight, grad_bias, grad_x, rows, width, eps, **sizes, MOVE=move
+        grad, x, *statistics, grad_weight, grad_bias, grad_x, rows, eps, width, **sizes, MOVE=move
     )
     return grad_x, grad_weight, grad_bias
 
