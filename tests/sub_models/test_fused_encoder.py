@@ -156,7 +156,9 @@ def test_fused_layers_equal_the_plain_ones_on_a_gpu(count, modules):
         expected = exact(image.double() / 255.0)
         error, plain_error = ((x - expected).norm() / expected.norm() for x in (got, plain))
         assert error < 6e-3 and error < 1.5 * plain_error, f"{error:.2e}, plain {plain_error:.2e}"
-        assert ((got - expected).abs() < 0.02 + 0.02 * expected.abs()).all()
+        # an element may be the small difference of large terms: the plain modules' own worst one is the measure
+        worst, plain_worst = ((x - expected).abs().max() for x in (got, plain))
+        assert worst < 1.5 * plain_worst, f"{worst:.2e}, plain {plain_worst:.2e}"
 
 
 @pytest.mark.gpu
