@@ -57,8 +57,8 @@ def test_conv(length, width, bias, initial, pieces, last, activation, seed):
 def test_conv_over_several_tiles(monkeypatch, last):
     """Boundaries of tiles, of programs that take several, and of the channels."""
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
-    for name in ("CHANNELS_FIRST", "CHANNELS_LAST"):
-        monkeypatch.setattr(kernels, name, (4, 4))
+    for name, tile in (("CHANNELS_FIRST", (4, 4)), ("CHANNELS_LAST", (8, 2)), ("CHANNELS_LAST_SUMS", (2, 4))):
+        monkeypatch.setattr(kernels, name, tile)
     check_conv(conv_inputs(1, 5, 11, initial=True, pieces=True, last=last), "silu")
 
 
