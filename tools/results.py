@@ -306,6 +306,9 @@ def store_run(source: Path, folder: Path) -> None:
         target = folder / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, data)
+    for picture in (folder / "pictures").glob("*_[0-9]*.png"):  # of an earlier step, stored before
+        if source / picture.relative_to(folder) not in contents:
+            picture.unlink()
     _store_model(source, folder / "model.pt")
     write_card(folder)
 

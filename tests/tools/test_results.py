@@ -42,6 +42,17 @@ def test_a_run_and_its_stored_copy_are_one_seed(tmp_path, caplog):
     assert {result.folder for result in collect([tmp_path])} == {run, other, branch}
 
 
+def test_a_run_that_is_stored_again_leaves_no_older_pictures(tmp_path):
+    """They would be most of what is published."""
+    source = make_result(tmp_path / "run")
+    store_run(source, tmp_path / "stored")
+    (source / "pictures" / "open_loop_000002000.png").rename(source / "pictures" / "open_loop_000003000.png")
+    (tmp_path / "stored" / "pictures" / "drawn_by_hand.png").write_bytes(b"")
+    store_run(source, tmp_path / "stored")
+    names = {path.name for path in (tmp_path / "stored" / "pictures").iterdir()}
+    assert names == {"reconstruction_000002000.png", "open_loop_000003000.png", "drawn_by_hand.png"}
+
+
 def test_runs_of_which_nothing_was_timed_are_kept(tmp_path):
     for name in "ab":
         make_result(tmp_path / name)
