@@ -408,16 +408,22 @@ class PPOAgent(ActorCriticAgent):
                 loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
                 metrics |= self.optimiser.update(loss, enabled=going)
                 history.append(metrics)
-        before_stop = torch.stack(counted)
         columns = {name: torch.stack([metrics[name] for metrics in history]) for name in history[0]}
-        rollout_metrics = self._after_update(rollout, snapshot, (before_stop & (columns["skipped"] == 0)).any())
+        metrics, made = self._summary(columns, torch.stack(counted))
+        metrics |= {"return": masked_mean(target, rollout.weight), "return_scale": scale}
+        metrics |= self._after_update(rollout, snapshot, made)
+        return {f"agent/{name}": value for name, value in metrics.items()}
+
+    def _summary(self, columns: dict[str, Tensor], before_stop: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Metrics of an update from those of its minibatches, one entry each, and whether any of these made a step."""
         columns_before = {name: torch.where(before_stop, column, 0.0) for name, column in columns.items()}
         mean = {name: masked_mean(column, before_stop) for name, column in columns_before.items()}
         mean["stopped_early"] = columns["stopped_early"].mean()
-        mean |= {"return": masked_mean(target, rollout.weight), "return_scale": scale, **rollout_metrics}
-        return {f"agent/{name}": value for name, value in mean.items()}
+        return mean, (before_stop & (columns["skipped"] == 0)).any()
 
     def compile_parts(self) -> None:
+        self.return_scale.update = compiled(self.return_scale.update)
+        self._summary = compiled(self._summary)
         self._judge = compiled(self._judge)
         self._minibatch_loss = compiled(self._minibatch_loss)
         self._after_update = compiled(self._after_update)
