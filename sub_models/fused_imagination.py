@@ -80,15 +80,16 @@ def roll_out(
     normed = torch.empty_like(feature, dtype=world_model.compute_dtype)
     index = torch.empty_like(latent_ticket[0], dtype=torch.int32)
     sample, embed_row = _Sampler(actor, normed.dtype), _Stem(world_model, normed.dtype)
-    for i in range(horizon + 1):
-        draw_latent(
-            world_model.prior_head(deter), latent_ticket[i], deter, world_model.unimix_ratio, actor.mean,
-            actor.variance, actor.variance_floor, feature[:, i], normed[:, i], index, world_model.num_classes,
-        )  # fmt: skip
-        if i < horizon:
-            sample(normed[:, i], action_ticket[i], action[:, i], log_prob[:, i])
-            hidden = embed_row(index, action[:, i]).unsqueeze(1)  # (B, 1, M)
-            deter = world_model.sequence_model.run_blocks(hidden, state=state).squeeze(1)
+    with torch.cuda.device_of(deter):  # where kernels are launched
+        for i in range(horizon + 1):
+            draw_latent(
+                world_model.prior_head(deter), latent_ticket[i], deter, world_model.unimix_ratio, actor.mean,
+                actor.variance, actor.variance_floor, feature[:, i], normed[:, i], index, world_model.num_classes,
+            )  # fmt: skip
+            if i < horizon:
+                sample(normed[:, i], action_ticket[i], action[:, i], log_prob[:, i])
+                hidden = embed_row(index, action[:, i]).unsqueeze(1)  # (B, 1, M)
+                deter = world_model.sequence_model.run_blocks(hidden, state=state).squeeze(1)
     return feature, action, log_prob, normed
 
 
