@@ -83,16 +83,12 @@ def _masked_quantiles_kernel(x_ptr, weight_ptr, quantile_ptr, out_ptr, count, BL
     position = tl.load(quantile_ptr + tl.program_id(0)) * last.to(tl.float32)
     rank = tl.floor(position).to(tl.int32)
     # The greatest key that at most `rank` keys are less than is that of the rank.
-    found = tl.full((), -2147483648, tl.int32)
-    for i in range(16):  # two bits at a time: three counts in one sum
-        step = 1 << (30 - 2 * i)
-        first, second = found + step, found + step + step
-        third = second + step
-        counts = (key < first).to(tl.int64) + ((key < second).to(tl.int64) << 20) + ((key < third).to(tl.int64) << 40)
-        below = tl.sum(tl.where(alive, counts, 0))
-        found = tl.where((below & 0xFFFFF) <= rank, first, found)
-        found = tl.where(((below >> 20) & 0xFFFFF) <= rank, second, found)
-        found = tl.where((below >> 40) <= rank, third, found)
+    below_zero = tl.sum((alive & (key < 0)).to(tl.int32))
+    found = tl.where(below_zero <= rank, 0, -2147483648)
+    for i in range(31):
+        candidate = found + (1 << (30 - i))
+        below = tl.sum((alive & (key < candidate)).to(tl.int32))
+        found = tl.where(below <= rank, candidate, found)
     up_to = tl.sum((alive & (key <= found)).to(tl.int32))
     next_key = tl.min(tl.where(alive & (key > found), key, 2147483647))
     following = tl.where(up_to > tl.minimum(rank + 1, last), found, next_key)

@@ -24,7 +24,6 @@ Tensor = torch.Tensor
 MAX_CHANNELS = 16384                   # of a group: what the registers of one program hold
 TILE = 2048                            # elements of one block where rows are shorter, so 16 in each of 128 threads
 PROGRAMS = 1056                        # of the backward pass for each group: eight for each multiprocessor of an H200
-SUM_PROGRAMS, SUM_CHANNELS = 128, 16   # of a block, where the sums of the programs are added up
 NO_GATE, GATE_FIRST, GATE_LAST = range(3)
 
 
@@ -148,26 +147,6 @@ def _norm_backward_kernel(
         tl.store(dbias_ptr + cell, tl.sum(dbias, axis=0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["programs", "channels"])
-def _sum_kernel(
-    sums_ptr, weight_ptr, bias_ptr, programs, channels, BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """sums (2, P, G · D) of the programs -> the weight's and the bias's gradient, added up in a fixed order."""
-    which = tl.program_id(1)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    sums_ptr += which.to(tl.int64) * programs * channels
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for block in range(BLOCKS):
-        p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        inside = (p < programs)[:, None] & (d < channels)[None, :]
-        total += tl.load(sums_ptr + p[:, None] * channels + d[None, :], mask=inside, other=0.0)
-    if which == 0:
-        tl.store(weight_ptr + d, tl.sum(total, axis=0).to(weight_ptr.dtype.element_ty), mask=d < channels)
-    else:
-        tl.store(bias_ptr + d, tl.sum(total, axis=0).to(bias_ptr.dtype.element_ty), mask=d < channels)
-
-
 def _blocks(channels: int) -> dict[str, int]:
     """Rows and channels of one block, and the warps that hold it."""
     block_d = next_power_of_two(channels)
@@ -237,11 +216,8 @@ def _launch_backward(
         HAS_DSTREAM=dstream is not None, SPLIT=residual_dtype is not None, GATE=gate, RMS=rms, FROM_ONE=from_one,
         SILU=silu, BLOCKS=of_program, **blocks,
     )  # fmt: skip
-    _sum_kernel[(ceil_div(x.shape[1], SUM_CHANNELS), len(sums))](
-        sums, dweight, dbias, programs, x.shape[1], BLOCKS=next_power_of_two(ceil_div(programs, SUM_PROGRAMS)),
-        BLOCK_P=SUM_PROGRAMS, BLOCK_D=SUM_CHANNELS,
-    )  # fmt: skip
-    return dx, dresidual, dz, dweight, dbias
+    dweight = sums[0].sum(dim=0).to(weight.dtype)
+    return dx, dresidual, dz, dweight, dbias if bias is None else sums[1].sum(dim=0).to(bias.dtype)
 
 
 def _fake_backward(

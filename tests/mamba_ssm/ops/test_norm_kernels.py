@@ -86,11 +86,9 @@ def test_gated_norm(shape, groups, gated, bias, norm_before_gate, rms):
     check_gated_norm(inputs, group_size=group_size, norm_before_gate=norm_before_gate, rms=rms)
 
 
-@pytest.mark.parametrize("sizes", [{"PROGRAMS": 2}, {"SUM_PROGRAMS": 2}])
-def test_many_rows_for_each_program(monkeypatch, sizes):
-    """Sums over rows that one program takes in several blocks, and those of several programs, in one or more blocks."""
-    for name, size in sizes.items():
-        monkeypatch.setattr(kernels, name, size)
+def test_many_rows_for_each_program(monkeypatch):
+    """Sums over rows that one program takes in several blocks, and those of several programs."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
     check_layer_norm(layer_norm_inputs((83, 9)), prenorm=True)
     check_gated_norm(gated_norm_inputs((83, 12)), group_size=6)
 
