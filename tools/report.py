@@ -31,8 +31,8 @@ from tools.aggregates import (
 )
 from tools.checkpoints import write_atomic
 from tools.pictures import small_webp
-from tools.results import CARD, Result, ResultError, Score, collect, duration, grouped, machine, write_card
-from tools.run import RECENT_EPISODES, bootstrap_interval
+from tools.results import CARD, Result, ResultError, Score, collect, grouped, machine, write_card
+from tools.run import RECENT_EPISODES, bootstrap_interval, duration
 
 # Columns of config_files/atari_scores.csv beside ours, and what they are called; that file names each one's source.
 PUBLISHED = {

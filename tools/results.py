@@ -31,6 +31,7 @@ from tools.run import (
     STEPS_PER_SECOND,
     TOTAL_SECONDS,
     bootstrap_interval,
+    duration,
     read_metrics,
 )
 from utils import (
@@ -443,14 +444,6 @@ def _pieces(resumed: Sequence[Mapping[str, Any]]) -> str:
         return ""
     steps = ", ".join(f"{piece['step']:,}" for piece in resumed)
     return f" in {len(resumed) + 1} pieces, resumed at step {steps}; steps that were lost and repeated are counted"
-
-
-def duration(seconds: float) -> str:
-    """Wall time for a reader: 34 s, 16 min, 5 h 30 min."""
-    minutes = round(seconds / 60)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def machine(hardware: Mapping[str, Any]) -> str:

@@ -672,9 +672,10 @@ class Run:
         return f"step {_manifest_step(complete[-1])} is saved, go on with --resume {self.folder}"
 
     def report(self) -> str:
-        """What a user wants to know at the end: how the return developed, and where to look."""
+        """What a user wants to know at the end: how the return developed, how long it took, and where to look."""
         pictures = self.folder / "pictures"
-        lines = [self._score_report(), f"learning curve: {pictures / 'learning_curve.png'}"]
+        lines = [self._score_report(), f"wall time: {duration(self._total_seconds())}"]
+        lines.append(f"learning curve: {pictures / 'learning_curve.png'}")
         lines.append(f"reconstructions and open-loop predictions: {pictures}")
         if self._checkpoints.complete():
             lines.append(f"evaluate with: python eval.py {self.folder}")
@@ -744,6 +745,10 @@ class Run:
         total = self._seconds_before + now - self._began
         self.log(step, {**means, "time/steps_per_second": rate, TOTAL_SECONDS: total, **mark})
         return means
+
+    def _total_seconds(self) -> float:
+        """Of all processes of the run so far."""
+        return self._seconds_before + time.monotonic() - self._began
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line at once: episode returns, evaluation scores. Host numbers: a tensor would cost a sync."""
@@ -928,6 +933,14 @@ def episode_table(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def duration(seconds: float) -> str:
+    """Wall time for a reader: 34 s, 16 min, 5 h 30 min."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def bootstrap_interval(

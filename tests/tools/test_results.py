@@ -11,7 +11,7 @@ import pytest
 from tests.test_train import run_training
 from tests.tools.made_results import make_result
 from tools.checkpoints import read_model
-from tools.results import ResultError, card, collect, duration, grouped, machine, read_result, store_run
+from tools.results import ResultError, card, collect, grouped, machine, read_result, store_run
 from train import main
 
 
@@ -211,13 +211,6 @@ def test_a_card_says_in_how_many_pieces_and_where_a_run_was_made(tmp_path):
     assert "| training from step 900, commit | `def` |" in text and "from step 400, " not in text
     unknown = card(read_result(make_result(tmp_path / "old")))
     assert "wall time" not in unknown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min"), (3570, "1 h 0 min"), (19_900, "5 h 32 min")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("resumed", [{}, [3], [{"step": 1}], [{"step": 1, "command": "c", "hardware": 3}]])

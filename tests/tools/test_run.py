@@ -32,6 +32,7 @@ from tools.run import (
     RunError,
     bootstrap_interval,
     cut_metrics,
+    duration,
     episode_table,
     learning_curve,
     open_run,
@@ -274,10 +275,18 @@ def test_wall_time_is_that_of_all_processes(config, monkeypatch):
         resumed.keep_config()
         assert [line["time/total_seconds"] for line in lines(run.folder)] == [30.0]
         work(resumed, 20, 11.0, save=True)
+        assert "wall time: 2 min\n" in resumed.report()
     assert [line["time/total_seconds"] for line in lines(run.folder)] == [30.0, 93.0]
     pieces = json.loads((run.folder / "origin.json").read_text())["resumed"]
     assert [(piece["step"], piece["seconds"]) for piece in pieces] == [(10, 70.0), (10, 75.0), (10, 82.0)]
     assert {"command", "versions", "hardware", "commit"} <= pieces[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min"), (3570, "1 h 0 min"), (19_900, "5 h 32 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize("content", [None, "not json", "[]", '{"resumed": 3}', '{"resumed": [3, {"seconds": "x"}]}'])
@@ -851,10 +860,11 @@ def test_the_report_ends_with_the_mean_of_the_last_episodes(run):
     assert run.report().startswith("no episode ended\n")
     for step in range(1, 201):
         run.log(step, {tools.EPISODE_RETURN: float(step > 150)})
-    curve, score, where, *_ = run.report().splitlines()
+    curve, score, took, where, *_ = run.report().splitlines()
     assert curve.startswith("return by step (mean of 50 episodes): 0.00 at 50, 0.00 at 80, ")
     assert curve.endswith(", 0.40 at 170, 1.00 at 200")
     assert score == "mean return 1.000 over the last 50 of 200 episodes"
+    assert took == "wall time: 0 s"
     assert where == f"learning curve: {run.folder}/pictures/learning_curve.png"
 
 
