@@ -3,7 +3,8 @@
 Catch   a ball falls through a 10 x 5 grid, a one-cell paddle on the bottom row moves left, stays or moves right;
         +1 if it is under the ball at the end, -1 otherwise. A paddle that ignores the ball catches one in five: -0.6.
 Recall  the first frame is filled with one of 3 colours, `delay` frames of brightening grey follow, then a white square
-        asks: the action with the colour's index pays 1. Whoever does not remember gets 1/3.
+        asks, for 4 frames: from the second on, each action with the colour's index pays 1/3. Whoever does not remember
+        gets 1/3 in all.
 Reach   a white point, anywhere in [-1, 1]^2 at first, moves by 0.2 x action in each axis; every step pays max(0, 1 -
         distance to the green target), which lies in one of four places; 20 steps, then the episode is truncated.
         Random actions and none at all earn about 4, the straight way to the target 17.8.
@@ -81,19 +82,20 @@ class Catch(ToyEnv):
 
 
 class Recall(ToyEnv):
-    """Actions: the index in COLOURS. An episode has delay + 3 steps; only the last but one matters, the answer.
+    """Actions: the index in COLOURS. An episode has delay + QUESTION + 2 steps.
 
     With `varies` each episode draws its delay from 0 to `delay`: whoever has learned to keep the colour over a few
     steps keeps it a few more, which a fixed long delay does not let one begin with.
 
-    Two more things make it learnable, and neither says what the colour was: the wait brightens, so that a model
-    can tell without counting when the question comes, and the colour is shown again after the answer. What a model has
-    to predict there tells it that the colour is worth keeping; the reward alone, which only says whether colour and
-    action met, takes far longer to do so.
+    Three more things make it learnable, and none says what the colour was. The wait brightens, so that a model can tell
+    without counting when the question comes. The colour is shown again after the question: what a model has to predict
+    there tells it that the colour is worth keeping; the reward alone, which only says whether colour and action met,
+    takes far longer to do so. And the question lasts: before its first frame has been seen a model's state need not
+    show what it remembers, while it waits, and a policy that acts on predictions hardly finds it there.
     """
 
     COLOURS = (RED, GREEN, BLUE)
-    BRIGHTEST_WAIT = 127
+    BRIGHTEST_WAIT, QUESTION = 127, 4
     state_names = ("delay", "colour", "time")
 
     def __init__(self, image_size: int, delay: int, varies: bool = False):
@@ -111,17 +113,17 @@ class Recall(ToyEnv):
         return self._draw(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        asked = self.time == self.delay + 1
-        reward = 1.0 if asked and int(action) == self.colour else 0.0
+        answers = self.delay + 1 < self.time <= self.delay + self.QUESTION
+        reward = 1.0 / (self.QUESTION - 1) if answers and int(action) == self.colour else 0.0
         self.time += 1
-        return self._draw(), reward, self.time == self.delay + 3, False, {}
+        return self._draw(), reward, self.time == self.delay + self.QUESTION + 2, False, {}
 
     def _draw(self) -> np.ndarray:
         image = self._blank()
-        image[:] = self.BRIGHTEST_WAIT * self.time // (self.delay + 2)
-        if self.time in (0, self.delay + 2):
+        image[:] = self.BRIGHTEST_WAIT * min(self.time, self.delay + 1) // (self.delay + 1)
+        if self.time in (0, self.delay + self.QUESTION + 1):
             image[:] = self.COLOURS[self.colour]
-        elif self.time == self.delay + 1:
+        elif self.time > self.delay:
             quarter = self.image_size // 4
             image[quarter:-quarter, quarter:-quarter] = WHITE
         return image

@@ -63,22 +63,23 @@ def test_recall_pays_for_the_remembered_colour_only(delay):
         steps = play(env, [answer] * 100, seed=answer)
         colour = [tuple(c) for c in Recall.COLOURS].index(tuple(steps[0][0][0, 0]))
         assert (steps[0][0] == steps[0][0][0, 0]).all()
-        assert len(steps) == delay + 4                                 # colour, wait, question, colour, after the end
+        assert len(steps) == delay + 7                                 # colour, wait, question, colour, after the end
         waiting = [obs for obs, *_ in steps[1 : delay + 1]]
         assert all((obs == obs[0, 0, 0]).all() for obs in waiting)     # grey, whatever the colour
         levels = [int(obs[0, 0, 0]) for obs in waiting]
         assert levels == sorted(levels) and len(set(levels)) == delay
-        assert (steps[delay + 1][0][16, 16] == 255).all()
-        assert (steps[delay + 2][0] == steps[0][0]).all()              # the colour again, once it is answered
+        questions = [obs for obs, *_ in steps[delay + 1 : delay + 5]]
+        assert all((obs == questions[0]).all() and (obs[16, 16] == 255).all() for obs in questions)
+        assert (steps[delay + 5][0] == steps[0][0]).all()              # the colour again, once it is answered
         rewards = [step[1] for step in steps]
-        assert rewards == [0.0] * (delay + 2) + [float(answer == colour), 0.0]
-        assert [step[2] for step in steps] == [False] * (delay + 3) + [True]
+        assert rewards == [0.0] * (delay + 3) + [(answer == colour) / 3] * 3 + [0.0]
+        assert [step[2] for step in steps] == [False] * (delay + 6) + [True]
 
 
 def test_recalls_delay_varies_up_to_the_longest():
     """Each length as often as any other, and no random number more than before where it does not vary."""
     env, fixed = Recall(8, 4, varies=True), Recall(8, 4)
-    lengths = [len(play(env, [0] * 100, seed=0 if i == 0 else None)) - 4 for i in range(1000)]
+    lengths = [len(play(env, [0] * 100, seed=0 if i == 0 else None)) - 7 for i in range(1000)]
     counts = np.bincount(lengths)
     assert len(counts) == 5 and (abs(counts - 200) < 60).all()         # 4.7 standard deviations
     rng, _ = gymnasium.utils.seeding.np_random(0)

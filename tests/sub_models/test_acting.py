@@ -91,7 +91,7 @@ def test_what_is_left_of_recalls_cue_when_it_is_asked_for(backbone, context_leng
         while not ended:
             action, state = actor.act(obs, state)
             obs, _, ended, _, _ = env.step(action)
-        last_features[env.colour] = spy.features[-2]                   # the last step is after the answer
+        last_features[env.colour] = spy.features[-1 - Recall.QUESTION] # when the question comes
     assert len(last_features) == len(Recall.COLOURS)
     red, *others = last_features.values()
     assert all(torch.equal(red, other) != knows for other in others)
