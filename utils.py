@@ -233,6 +233,12 @@ def override_config(config: Config, given: Mapping[str, Any]) -> Config:
     return _build({**dict(_flatten(config_to_dict(config))), **given})
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """`config` with a SavePath that means the same model from whatever folder the run is started or gone on with."""
+    path = config.BasicSettings.SavePath
+    return config if path is None else override_config(config, {"BasicSettings.SavePath": os.path.abspath(path)})
+
+
 def config_to_yaml(config: Config) -> str:
     """The configuration as YAML, each key with its comment; any YAML reader gets the same types back from it."""
     values, comments, lines = dict(_flatten(config_to_dict(config))), key_comments(), []

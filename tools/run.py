@@ -64,6 +64,7 @@ from utils import (
     config_to_yaml,
     prepare_determinism,
     resolve_device,
+    with_absolute_paths,
 )
 
 logger = logging.getLogger("drama.tools")
@@ -462,6 +463,7 @@ def open_run(config: Any, resume: str | Path | None = None) -> "Run":
             return Run(Path(resume), config, resumed=True)
         device = resolve_device(config.BasicSettings.Device)
         prepare_determinism(config.BasicSettings.Deterministic, device)  # naming the GPU starts CUDA
+        config = with_absolute_paths(config)
         folder = _new_folder(config)
         write_atomic(folder / RUN_CONFIG_NAME, config_to_yaml(config).encode())
         write_atomic(folder / ORIGIN, origin(device))

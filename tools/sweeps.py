@@ -35,7 +35,7 @@ from utils import (
     config_to_yaml,
     flatten_config,
     load_config,
-    override_config,
+    with_absolute_paths,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,18 +136,12 @@ def plan(games: Sequence[str], seeds: Sequence[int], settings: Sequence[str], wo
             raise SweepError("a sweep resumes and places its runs itself: leave out --resume and the number of a GPU")
         parts = [env.removeprefix("ALE/"), *([] if setting == "default" else [setting]), f"seed{seed}"]
         name = "_".join(re.sub(r"[^A-Za-z0-9.+=-]+", "-", part) for part in parts)
-        planned.append(PlannedRun(SweepRun(name, env, seed, setting), _from_here(command.config)))
+        planned.append(PlannedRun(SweepRun(name, env, seed, setting), with_absolute_paths(command.config)))
     names = [run.name for run, _ in planned]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SweepError(f"several runs would be called {min(repeated)}: give --set each key once, with other values")
     return planned
-
-
-def _from_here(config: Config) -> Config:
-    """The configuration with a SavePath that means the same wherever the run is started."""
-    path = config.BasicSettings.SavePath
-    return config if path is None else override_config(config, {"BasicSettings.SavePath": os.path.abspath(path)})
 
 
 # ------------------------------------------------------------------------------------------------------------- manifest

@@ -81,6 +81,14 @@ def test_a_new_run_has_its_folder(run, config):
     assert run.start_step == 0 and run.load_checkpoint() is None
 
 
+def test_a_run_remembers_where_the_model_was_that_it_starts_from(tmp_path, monkeypatch):
+    """Killed before its first checkpoint and resumed from another folder, it would start from another model."""
+    monkeypatch.chdir(tmp_path)
+    with open_run(make_config(tmp_path, "--BasicSettings.SavePath", "models/a.pt")) as run:
+        assert run.config.BasicSettings.SavePath == str(tmp_path / "models" / "a.pt")
+    assert tools.config_from_file(run.folder / "config.yaml") == run.config
+
+
 def test_runs_of_one_second_do_not_share_a_folder(config, monkeypatch):
     """Two seeds started by one script would overwrite each other."""
     monkeypatch.setattr(time, "strftime", lambda form: "20261130-120000")
