@@ -161,8 +161,8 @@ def train(run: Run, profile_steps: int | None = None) -> None:
 def make_env_vector(config: Config, start_step: int) -> VectorEnv:
     """The training environments. Where their state cannot be restored, a resumed run goes on with fresh episodes.
 
-    A lone environment that is to overlap with training needs no worker where training is captured: launching it takes
-    this process a tenth of a millisecond, and a worker's answer several times that.
+    A lone environment that is to overlap with training needs no worker where training is captured: this process only
+    launches it, and is free while the GPU works; to take a worker's answer would cost it 0.3 to 1 ms.
     """
     basic, training = config.BasicSettings, config.JointTrainAgent
     captured = basic.Use_cg and resolve_device(basic.Device).type == "cuda"
