@@ -18,7 +18,7 @@ from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.causal_conv1d_kernels import convolve_one
 from mamba_ssm.ops.triton.jit_math import silu, softplus
-from mamba_ssm.ops.triton.launch import define, next_power_of_two
+from mamba_ssm.ops.triton.launch import ceil_div, define, next_power_of_two
 from mamba_ssm.ops.triton.selective_state_update_kernels import run_state_update
 from mamba_ssm.ops.triton.tuning import tuned
 
@@ -30,6 +30,7 @@ Tensor = torch.Tensor
 SHARED, LONE = (4096, 8, 64), (16384, 8, None)
 OTHERS = [(2048, 4, 64), (4096, 4, None), (4096, 8, None), (8192, 8, 80), (8192, 8, None), (16384, 16, None)]
 MANY_PROGRAMS = 128
+MOST_KEPT = 8                          # blocks whose outputs wait in registers, unrolled
 NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
 
 
@@ -39,20 +40,77 @@ def _load(ptr, index, live):
 
 
 @triton.jit
+def _move_on(
+    inner, B, C, group, zxbcdt_ptr, conv_state_ptr, ssm_state_ptr, conv_weight_ptr, conv_bias_ptr, dt_bias_ptr,
+    A_log_ptr, D_ptr, stride_wd, stride_ww, dt_min, dt_max,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+    HAS_BIAS: tl.constexpr, D_OF_CHANNEL: tl.constexpr, LIMITED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Channels `inner` (C) of a group: their windows and states move on by one row.   -> y (C), not gated or normed
+
+    The states of all are read before any are written: other threads may hold the same cells, or write what a window's
+    shift reads."""
+    CHANNELS: tl.constexpr = H * P // G
+    n = tl.arange(0, BLOCK_N)
+    live = inner < CHANNELS
+    channel = group * CHANNELS + inner
+    head = channel // P
+    inside = live[:, None] & (n < N)[None, :]
+    x = _load(zxbcdt_ptr + H * P, channel, live)
+    x, window, window_cell, moving = convolve_one(
+        x, channel, live, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
+        HAS_BIAS,
+    )  # fmt: skip
+    cell = ssm_state_ptr + channel[:, None] * N + n[None, :]                               # (C, N)
+    state = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+    x = silu(x)
+    dt = softplus(_load(zxbcdt_ptr + 2 * H * P + 2 * G * N, head, live) + _load(dt_bias_ptr, head, live))
+    if LIMITED:
+        dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, live)))
+    if D_OF_CHANNEL:
+        skip = x * _load(D_ptr, channel, live)
+    else:
+        skip = x * _load(D_ptr, head, live)
+    state = decay[:, None] * state + (dt * x)[:, None] * B
+    y = tl.sum(state * C, axis=1) + skip
+    tl.debug_barrier()
+    tl.store(window_cell, window.to(conv_state_ptr.dtype.element_ty), mask=moving)
+    tl.store(cell, state.to(ssm_state_ptr.dtype.element_ty), mask=inside)
+    return y
+
+
+@triton.jit
+def _finish(
+    y, scale, inner, group, zxbcdt_ptr, norm_weight_ptr, out_ptr, CHANNELS: tl.constexpr, NORM: tl.constexpr
+):
+    """y (C), gated already if the gate comes before the norm, is normed, gated otherwise, and written."""
+    live = inner < CHANNELS
+    channel = group * CHANNELS + inner
+    if NORM != 0:
+        y *= scale * _load(norm_weight_ptr, channel, live)
+    if NORM != 1:
+        y *= silu(_load(zxbcdt_ptr, channel, live))
+    tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
 def _mamba2_step_kernel(
     zxbcdt_ptr, conv_state_ptr, ssm_state_ptr, conv_weight_ptr, conv_bias_ptr, dt_bias_ptr, A_log_ptr, D_ptr,
     norm_weight_ptr, out_ptr, ungated_ptr,
     stride_row, stride_conv, stride_ssm, stride_wd, stride_ww, eps, dt_min, dt_max,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
     HAS_BIAS: tl.constexpr, D_OF_CHANNEL: tl.constexpr, LIMITED: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    KEPT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
+    """KEPT: outputs of so many blocks, which are all, wait for the norm in registers; 0: they wait in `ungated`."""
     CHANNELS: tl.constexpr = H * P // G
-    ONE_BLOCK: tl.constexpr = BLOCK_C >= CHANNELS
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     zxbcdt_ptr += row * stride_row
     conv_state_ptr += row * stride_conv
     ssm_state_ptr += row * stride_ssm
+    out_ptr += row * (H * P)
     n = tl.arange(0, BLOCK_N)
     b_channel = H * P + group * N + n
     c_channel = b_channel + G * N
@@ -71,57 +129,41 @@ def _mamba2_step_kernel(
     tl.store(c_cell, c_window.to(conv_state_ptr.dtype.element_ty), mask=c_moving)
     B, C = silu(B)[None, :], silu(C)[None, :]                                              # (1, N)
     squares = tl.zeros((BLOCK_C,), tl.float32)
-    for first in range(0, CHANNELS, BLOCK_C):
-        inner = first + tl.arange(0, BLOCK_C)
-        live = inner < CHANNELS
-        channel = group * CHANNELS + inner
-        head = channel // P
-        inside = live[:, None] & (n < N)[None, :]
-        x = _load(zxbcdt_ptr + H * P, channel, live)
-        x, window, window_cell, moving = convolve_one(
-            x, channel, live, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
-            HAS_BIAS,
+    ys = ()
+    for i in tl.static_range(KEPT):
+        inner = i * BLOCK_C + tl.arange(0, BLOCK_C)
+        y = _move_on(
+            inner, B, C, group, zxbcdt_ptr, conv_state_ptr, ssm_state_ptr, conv_weight_ptr, conv_bias_ptr, dt_bias_ptr,
+            A_log_ptr, D_ptr, stride_wd, stride_ww, dt_min, dt_max, H, P, G, N, W, S, HAS_BIAS, D_OF_CHANNEL, LIMITED,
+            BLOCK_N, BLOCK_S,
         )  # fmt: skip
-        cell = ssm_state_ptr + channel[:, None] * N + n[None, :]                           # (C, N)
-        state = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
-        x = silu(x)
-        dt = softplus(_load(zxbcdt_ptr + 2 * H * P + 2 * G * N, head, live) + _load(dt_bias_ptr, head, live))
-        if LIMITED:
-            dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-        decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, live)))
-        gate = silu(_load(zxbcdt_ptr, channel, live))
-        if D_OF_CHANNEL:
-            skip = x * _load(D_ptr, channel, live)
-        else:
-            skip = x * _load(D_ptr, head, live)
-        state = decay[:, None] * state + (dt * x)[:, None] * B
-        y = tl.sum(state * C, axis=1) + skip
-        tl.debug_barrier()
-        tl.store(window_cell, window.to(conv_state_ptr.dtype.element_ty), mask=moving)
-        tl.store(cell, state.to(ssm_state_ptr.dtype.element_ty), mask=inside)
-        if NORM != 2:                                                # GATE_FIRST or none
-            y *= gate
+        if NORM == 1:
+            y *= silu(_load(zxbcdt_ptr, group * CHANNELS + inner, inner < CHANNELS))
         squares += y * y
-        if NORM == 0:
-            tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
-        elif ONE_BLOCK:
-            y *= tl.rsqrt(tl.sum(squares) / CHANNELS + eps) * _load(norm_weight_ptr, channel, live)
-            if NORM == 2:
-                y *= gate
-            tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
-        else:
-            tl.store(ungated_ptr + row * (H * P) + channel, y, mask=live)
-    if NORM != 0 and not ONE_BLOCK:
-        scale = tl.rsqrt(tl.sum(squares) / CHANNELS + eps)
-        tl.debug_barrier()                                          # what the first loop wrote is read by other threads
+        ys += (y,)
+    if KEPT == 0:
+        ungated_ptr += row * (H * P) + group * CHANNELS
         for first in range(0, CHANNELS, BLOCK_C):
             inner = first + tl.arange(0, BLOCK_C)
-            live = inner < CHANNELS
-            channel = group * CHANNELS + inner
-            y = _load(ungated_ptr + row * (H * P), channel, live) * scale * _load(norm_weight_ptr, channel, live)
-            if NORM == 2:
-                y *= silu(_load(zxbcdt_ptr, channel, live))
-            tl.store(out_ptr + row * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
+            y = _move_on(
+                inner, B, C, group, zxbcdt_ptr, conv_state_ptr, ssm_state_ptr, conv_weight_ptr, conv_bias_ptr,
+                dt_bias_ptr, A_log_ptr, D_ptr, stride_wd, stride_ww, dt_min, dt_max, H, P, G, N, W, S, HAS_BIAS,
+                D_OF_CHANNEL, LIMITED, BLOCK_N, BLOCK_S,
+            )  # fmt: skip
+            if NORM == 1:
+                y *= silu(_load(zxbcdt_ptr, group * CHANNELS + inner, inner < CHANNELS))
+            squares += y * y
+            tl.store(ungated_ptr + inner, y, mask=inner < CHANNELS)
+        tl.debug_barrier()                                          # what this loop wrote is read by other threads
+    scale = tl.rsqrt(tl.sum(squares) / CHANNELS + eps)
+    for i in tl.static_range(KEPT):
+        inner = i * BLOCK_C + tl.arange(0, BLOCK_C)
+        _finish(ys[i], scale, inner, group, zxbcdt_ptr, norm_weight_ptr, out_ptr, CHANNELS, NORM)
+    if KEPT == 0:
+        for first in range(0, CHANNELS, BLOCK_C):
+            inner = first + tl.arange(0, BLOCK_C)
+            y = _load(ungated_ptr, inner, inner < CHANNELS)
+            _finish(y, scale, inner, group, zxbcdt_ptr, norm_weight_ptr, out_ptr, CHANNELS, NORM)
 
 
 def _blocks(chosen: tuple[int, int, int | None], channels: int, size: int) -> dict[str, int | None]:
@@ -167,17 +209,16 @@ def _run_mamba2_step(
     d_ssm = heads * headdim
     out = torch.empty((batch, d_ssm), dtype=zxbcdt.dtype, device=zxbcdt.device)
     blocks = _blocks(chosen, d_ssm // groups, size)
-    normed = norm_weight is not None
-    ungated = None
-    if normed and blocks["BLOCK_C"] < d_ssm // groups:
-        ungated = torch.empty((batch, d_ssm), dtype=torch.float32, device=zxbcdt.device)
-    norm = (NORM_FIRST if norm_before_gate else GATE_FIRST) if normed else NO_NORM
+    kept = ceil_div(d_ssm // groups, blocks["BLOCK_C"])
+    kept = kept if kept <= MOST_KEPT else 0
+    ungated = None if kept else torch.empty((batch, d_ssm), dtype=torch.float32, device=zxbcdt.device)
+    norm = NO_NORM if norm_weight is None else NORM_FIRST if norm_before_gate else GATE_FIRST
     _mamba2_step_kernel[(batch, groups)](
         zxbcdt, conv_state, ssm_state, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, out, ungated,
         zxbcdt.stride(0), conv_state.stride(0), ssm_state.stride(0), *conv_weight.stride(), norm_eps, dt_min, dt_max,
         H=heads, P=headdim, G=groups, N=size, W=conv_weight.shape[1], S=conv_state.shape[2],
         HAS_BIAS=conv_bias is not None, D_OF_CHANNEL=D.dim() == 2,
-        LIMITED=dt_min > 0.0 or dt_max < float("inf"), NORM=norm,
+        LIMITED=dt_min > 0.0 or dt_max < float("inf"), NORM=norm, KEPT=kept,
         BLOCK_S=next_power_of_two(conv_state.shape[2]), **blocks,
     )  # fmt: skip
     return out

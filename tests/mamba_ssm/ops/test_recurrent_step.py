@@ -83,17 +83,19 @@ def mamba2_options(norm_eps=1e-5, norm_before_gate=False, dt_limit=NO_LIMIT):
     sizes=st.sampled_from([(1, 1, 1, 1), (2, 4, 1, 3), (4, 3, 2, 5), (3, 5, 3, 16), (2, 33, 1, 2)]),
     width_window=st.sampled_from([(4, 4), (4, 3), (2, 1), (3, 5)]), bias=st.booleans(), norm=st.booleans(),
     D_has_hdim=st.booleans(), norm_before_gate=st.booleans(), dt_limit=st.sampled_from([NO_LIMIT, (0.01, 0.5)]),
-    one_block=st.booleans(), batch=st.sampled_from([1, 3]), seed=st.integers(0, 99),
+    form=st.sampled_from(["one block", "kept blocks", "waiting blocks"]), batch=st.sampled_from([1, 3]),
+    seed=st.integers(0, 99),
 )  # fmt: skip
 def test_mamba2_equals_its_parts(
-    sizes, width_window, bias, norm, D_has_hdim, norm_before_gate, dt_limit, one_block, batch, seed
+    sizes, width_window, bias, norm, D_has_hdim, norm_before_gate, dt_limit, form, batch, seed
 ):
     heads, headdim, groups, state = sizes
     t = mamba2_inputs(batch, heads, headdim, groups, state, *width_window, bias, norm, D_has_hdim, seed=seed)
     options = mamba2_options(norm_before_gate=norm_before_gate, dt_limit=dt_limit)
     with pytest.MonkeyPatch.context() as patch:
-        if not one_block:
+        if form != "one block":
             patch.setattr(kernels, "LONE", (64, 4, None))
+            patch.setattr(kernels, "MOST_KEPT", 8 if form == "kept blocks" else 0)
         check(kernels.mamba2_step, mamba2_step, t, FORWARD_TOLERANCE[torch.float32], **options)
 
 
