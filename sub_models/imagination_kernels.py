@@ -23,7 +23,6 @@ Tensor = torch.Tensor
 ACTOR_ROWS = 16  # of one program: the least that a tensor core takes, since programs are few
 ACTOR_WIDTH = 1024  # of the actor's layers, at most: what the registers of one program hold
 WEIGHT_TILE = 2**15  # bytes of a weight that are multiplied at a time
-EMBED_COLUMNS = 512  # of each warp of `embed`: B1024 K32 M512 on an H200 5.2 µs, with a quarter of it 5.7
 
 
 @triton.jit
@@ -261,10 +260,9 @@ def embed(
 ) -> Tensor:
     """index (B, K) int32, action (B,) int64, columns (Z + A, M), bias and norm (M) -> (B, M) in columns' dtype."""
     rows, width = index.shape[0], columns.shape[1]
-    block = next_power_of_two(width)
     out = torch.empty((rows, width), dtype=columns.dtype, device=columns.device)
     _embed_kernel[(rows,)](
         index, action, columns, bias, norm, out, action.stride(0), eps,
-        K=index.shape[1], C=num_classes, M=width, BLOCK_M=block, num_warps=max(1, min(8, block // EMBED_COLUMNS)),
+        K=index.shape[1], C=num_classes, M=width, BLOCK_M=next_power_of_two(width),
     )  # fmt: skip
     return out
