@@ -1,12 +1,13 @@
-"""Encoder and decoder of the default configuration: plain, compiled, on blocks of pixels, and with fused batch norm.
+"""Encoder and decoder of the default configuration: plain, compiled, on blocks of pixels, with fused batch norm, and
+with the native extension's convolutions.
 
     python benchmarks/bench_convolutions.py [--variants plain "blocks, fused"]
 
 On a GPU, bfloat16 autocast, channels-last. `learning` is forward + backward of both stacks on a batch of `--frames`;
-`imagination` the encoder alone on four times as many frames, in eval mode and without gradients. Each is captured in a
-CUDA graph; figures are medians in ms with the 10th and 90th percentile, and the kernels of one pass by the profiler.
-Variants are compared in one run and must agree. `floor`: the plain layers' operations at the rate of a large bfloat16
-product, 790 TFLOP/s on an H200. Writes benchmarks/results/convolutions_<device>.json.
+`imagination` the encoder alone on four times as many frames of bytes, in eval mode and without gradients. Each is
+captured in a CUDA graph; figures are medians in ms with the 10th and 90th percentile, and the kernels of one pass by
+the profiler. Variants are compared in one run and must agree. `floor`: the plain layers' operations at the rate of a
+large bfloat16 product, 790 TFLOP/s on an H200. Writes benchmarks/results/convolutions_<device>.json.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from benchmarks.bench_selective_scan import CALLS_IN_GRAPH, device_time, in_grap
 from benchmarks.train_step import profiled
 from sub_models.compilation import compiled
 from sub_models.fused_batch_norm import can_fuse
+from sub_models.fused_encoder import fusible_layers
+from sub_models.native_convolutions import plan_of
 from sub_models.world_models import Decoder, Encoder
 from tools.provenance import provenance
 
@@ -35,12 +38,14 @@ STACK |= {"norm": "batch", "act": "SiLU", "first_stride_one": True}
 STOCH_DIM = 1024
 DEVICE = "cuda"
 FLOP_PER_S = 790e12  # measured on an H200
-VARIANTS = {  # re-laid, fused batch norm, compiled
-    "plain": (False, False, False),
-    "plain, compiled": (False, False, True),
-    "blocks, compiled": (True, False, True),
-    "blocks, fused": (True, True, False),
-    "blocks, fused, compiled": (True, True, True),
+VARIANTS = {  # re-laid, fused batch norm, native convolutions, compiled
+    "plain": (False, False, False, False),
+    "plain, compiled": (False, False, False, True),
+    "blocks, compiled": (True, False, False, True),
+    "blocks, fused": (True, True, False, False),
+    "blocks, fused, compiled": (True, True, False, True),
+    "blocks, fused, native": (True, True, True, False),
+    "blocks, fused, native, compiled": (True, True, True, True),
 }
 
 
@@ -48,7 +53,7 @@ def passes(encoder: Encoder, decoder: Decoder, frames: int, compile_them: bool) 
     """{what: one pass}, on the same images each time."""
     torch.manual_seed(1)
     image = torch.rand(frames, 64, 64, 3, device=DEVICE).permute(0, 3, 1, 2)
-    many = torch.rand(4 * frames, 64, 64, 3, device=DEVICE).permute(0, 3, 1, 2)
+    many = torch.randint(0, 256, (4 * frames, 64, 64, 3), dtype=torch.uint8, device=DEVICE).permute(0, 3, 1, 2)
     stoch = torch.rand(frames, STOCH_DIM, device=DEVICE)
     params = [*encoder.parameters(), *decoder.parameters()]
 
@@ -100,11 +105,13 @@ def measure(variants: list[str], frames: int, repeats: int) -> dict[str, dict[st
     results: dict[str, dict[str, object]] = {"floor": floors(*(copy.deepcopy(m).eval() for m in modules), frames)}
     expected = {}
     for variant in variants:
-        relaid, fused, compile_them = VARIANTS[variant]
+        relaid, fused, native, compile_them = VARIANTS[variant]
         torch.compiler.reset()
         sub_models.space_to_depth.can_fuse = can_fuse if fused else lambda *_: False
+        sub_models.space_to_depth.plan_of = plan_of if native else lambda *_: None
         encoder, decoder = (copy.deepcopy(module) for module in modules)
         encoder.relaid = decoder.relaid = relaid
+        encoder.fused = fusible_layers(encoder.layers, *encoder.size, torch.device(DEVICE)) if native else 0
         results[variant] = {}
         for what, run in passes(encoder, decoder, frames, compile_them).items():
             value = run()
@@ -113,7 +120,7 @@ def measure(variants: list[str], frames: int, repeats: int) -> dict[str, dict[st
             figure = device_time(in_graph(run), repeats, CALLS_IN_GRAPH)
             results[variant][what] = figure | {"profile": profiled(run, 20)}
             floor = results["floor"][what]
-            print(f"{variant:26}{what:14}{figure['median_ms']:9.3f} ms   floor {floor:.3f} ms", flush=True)
+            print(f"{variant:32}{what:14}{figure['median_ms']:9.3f} ms   floor {floor:.3f} ms", flush=True)
     return results
 
 

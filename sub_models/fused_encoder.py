@@ -2,7 +2,7 @@
 
     silu(norm(conv(x))) = 2h σ(2h) = h + h tanh(h),   h = (w · scale / 2) * x + (shift - scale · mean) / 2
 
-with running statistics in scale = norm.weight / √(var + eps). The kernels are CUDA's (csrc/encoder) and part of the
+with running statistics in scale = norm.weight / √(var + eps). The kernels are CUDA's (csrc/convolutions), part of the
 native extension: 5×5 convolutions as products of matrices, the first two without their intermediate in memory.
 Here are the weights as the kernels take them, and when they may be used.
 
@@ -13,14 +13,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mamba_ssm.ops import _native
+from sub_models.native_convolutions import NO_KERNELS, SHARED_BYTES, lane_columns, number_rows, seen_numbers, tap_rows
 from sub_models.space_to_depth import block_taps
 
 FRAME = (64, 64, 3)  # height, width, channels
 STAGES = (((3, 16, 1), (16, 32, 2)), ((32, 48, 2),))  # channels in, channels out and stride of each one's convolutions
-SHARED_BYTES = 230_000  # that a block of threads needs, as on compute capability 9.0
 LEVELS = 255.0
 
 
@@ -35,20 +33,9 @@ def encoder_third(rows: Tensor, weights: Tensor, shifts: Tensor) -> Tensor:
     return torch.ops.drama_native.encoder_third(rows, weights, shifts)
 
 
-if _native.why_not("cuda") is None:
-
-    @torch.library.register_fake("drama_native::encoder_front")
-    def _(frames, weights, shifts):
-        return weights.new_empty(frames.shape[0], 16, 16, 4 * 32)
-
-    @torch.library.register_fake("drama_native::encoder_third")
-    def _(rows, weights, shifts):
-        return weights.new_empty(rows.shape[0], 8, 8, 4 * 48)
-
-
 def fusible_layers(layers: Sequence[nn.Module], height: int, width: int, device: torch.device) -> int:
     """How many of an encoder's modules `encode_bytes` can compute on `device`: 0, 6 or 9."""
-    if device.type != "cuda" or _native.why_not("cuda") is not None or (height, width) != FRAME[:2]:
+    if device.type != "cuda" or NO_KERNELS is not None or (height, width) != FRAME[:2]:
         return 0
     if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < SHARED_BYTES:
         return 0
@@ -107,25 +94,6 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 def window_rows(weight: Tensor) -> Tensor:
-    """(16, 3, 5, 5) of stride 1 -> (7 · 64, 16): what each pixel and channel of a 2×2 block takes of the 6 × 18 numbers
-    that a block sees; the first 16 of each row, the last 2 of all rows, and 4 zeros."""
-    taps = block_taps(weight)  # (4·16, row and column in the block read, 3, blocks down, blocks across)
-    window = taps.permute(0, 4, 1, 5, 2, 3).reshape(4 * 16, 6, 18)
-    numbers = torch.cat((window[..., :16].flatten(1), F.pad(window[..., 16:].flatten(1), (0, 4))), dim=1)  # (64, 7·16)
-    columns = numbers.unflatten(0, (4, 8, 2)).transpose(0, 1).flatten(0, 2)  # a lane gets the channels of one pixel
-    return columns.unflatten(1, (7, 16)).transpose(0, 1).flatten(0, 1)
-
-
-def tap_rows(weight: Tensor) -> Tensor:
-    """(O, C, 5, 5) of stride 2 -> (25 · C/16 · O, 16): by tap, 16 channels in, column of the product."""
-    taps = weight.permute(2, 3, 1, 0).unflatten(2, (-1, 16)).flatten(0, 2)  # (25 · C/16, 16, O)
-    whole = weight.shape[0] // 32 * 32
-    columns = torch.cat([_columns(part) for part in taps.split((whole, weight.shape[0] - whole), dim=2)], dim=2)
-    return columns.transpose(1, 2).flatten(0, 1)
-
-
-def _columns(channels: Tensor) -> Tensor:
-    """Channels (..., O) in the product's order: 8 columns f hold 2 channels of each of 4 lanes, which write 2f side by
-    side."""
-    lanes = channels.unflatten(-1, (4, -1, 2))  # lane, f, which of the two
-    return lanes.transpose(-3, -2).flatten(-3)
+    """(16, 3, 5, 5) of stride 1 -> (7 · 64, 16): what each pixel and channel of a block takes of what the block sees; a
+    lane gets the channels of one pixel."""
+    return number_rows(lane_columns(seen_numbers(block_taps(weight).flatten(1, 3)), 0))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sub_models.fused_batch_norm import batch_norm_silu, can_fuse
+from sub_models.native_convolutions import convolve, plan_of
 
 CHANNEL_MULTIPLE = 8  # bfloat16 channels that a tensor core reads at once
 
@@ -59,7 +60,7 @@ def run_unfinished(
             fused = False
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             rows = _arrange(rows, blocks, _takes_blocks(layer))
-            rows, bias = _convolve(rows, relaid_weight(layer), spare and following is None), layer.bias
+            rows, bias = _convolve(rows, layer, spare and following is None), layer.bias
             blocks = isinstance(layer, nn.ConvTranspose2d) or layer.stride == (1, 1)
         elif can_fuse(layer, following, rows):
             wanted = i + 2 < len(layers) and _takes_blocks(layers[i + 2])
@@ -133,14 +134,19 @@ def _padding_and_reach(weight: Tensor) -> tuple[int, int]:
     return padding, (padding + 1) // 2
 
 
-def _convolve(rows: Tensor, weight: Tensor, spare: bool) -> Tensor:
-    """rows (B, height, width, C) with weight (O, C, T, T), odd T -> (B, height, width, O), or with `spare` O rounded up
-    to `CHANNEL_MULTIPLE`, the rest zeros."""
+def _convolve(rows: Tensor, layer: nn.Conv2d | nn.ConvTranspose2d, spare: bool) -> Tensor:
+    """rows (B, height, width, C) -> (B, height, width, O), or with `spare` O rounded up to `CHANNEL_MULTIPLE`, the rest
+    zeros; C and O of the rewritten convolution."""
+    weight = relaid_weight(layer)  # (O, C, T, T), odd T
     channels_out, channels_in = weight.shape[:2]
     spare_out, spare_in = -channels_out % CHANNEL_MULTIPLE, -channels_in % CHANNEL_MULTIPLE
-    weight = F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out)).contiguous(memory_format=torch.channels_last)
-    x = F.pad(rows, (0, spare_in)).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
-    out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)
+    x, weight = F.pad(rows, (0, spare_in)), F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out))
+    if (plan := plan_of(layer, x)) is not None:
+        out = convolve(x, weight, plan)
+    else:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        x = x.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+        out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)
     return out if spare else out[..., :channels_out]
 
 

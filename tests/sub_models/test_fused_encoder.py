@@ -1,25 +1,20 @@
 """The encoder's fused first layers against the plain modules: the weights' order on the CPU, the kernels on a GPU."""
 
 import copy
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mamba_ssm.ops import _native
-from sub_models import fused_encoder
-from sub_models.fused_encoder import encode_bytes, fusible_layers, tap_rows, window_rows
+from sub_models.fused_encoder import encode_bytes, fusible_layers, window_rows
+from sub_models.native_convolutions import NO_KERNELS, tap_rows
 from sub_models.space_to_depth import depth_to_space
 from sub_models.world_models import Encoder
 
 STACK = {"depth": 16, "mults": [1, 2, 3, 4, 4], "kernel": 5, "padding": "same", "norm": "batch", "act": "SiLU"}
 needs_kernels = pytest.mark.skipif(
-    not torch.cuda.is_available() or _native.why_not("cuda") is not None,
+    not torch.cuda.is_available() or NO_KERNELS is not None,
     reason="needs a CUDA device and the native extension",
 )
 
@@ -78,33 +73,8 @@ def test_rows_of_taps_are_the_convolution(channels_in, channels_out):
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """The kernels' own source built for the CPU, with stand-ins for the instructions of tensor cores."""
-    compiler = shutil.which("c++") or pytest.skip("needs a C++ compiler")
-    library = tmp_path_factory.mktemp("emulated") / "encoder.so"
-    source = Path(__file__).parents[2] / "csrc/encoder/emulate.cc"
-    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas"]
-    subprocess.run([compiler, *flags, "-o", library, source], check=True)
-    return ctypes.CDLL(str(library))
-
-
-def test_emulated_kernels_equal_the_plain_layers(emulated, monkeypatch):
-    """One block of threads takes both frames; no two rows of a matrix are in the same banks."""
-
-    def stage(function, out_shape):
-        def run(frames, weights, shifts):
-            frames, weights, shifts = (x.contiguous() for x in (frames, weights, shifts))
-            out = torch.full((len(frames), *out_shape), float("nan"), dtype=torch.bfloat16)
-            pointers = (ctypes.c_void_p(x.data_ptr()) for x in (frames, weights, shifts, out))
-            assert function(*pointers, len(frames), 1) == 0
-            return out
-
-        return run
-
-    monkeypatch.setattr(fused_encoder, "encoder_front", stage(emulated.encoder_front, (16, 16, 128)))
-    monkeypatch.setattr(fused_encoder, "encoder_third", stage(emulated.encoder_third, (8, 8, 192)))
-    layers, frames = encoder().layers[:9], images(2)
+def test_emulated_kernels_equal_the_plain_layers(emulated_convolutions):
+    layers, frames = encoder().layers[:9], images(3)
     with torch.no_grad():
         rows = encode_bytes(layers, frames)
         expected = layers.double()(frames.permute(0, 3, 1, 2).double() / 255.0).permute(0, 2, 3, 1)

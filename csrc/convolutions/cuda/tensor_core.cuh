@@ -21,6 +21,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
                : "r"(row));
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row));
+}
+
 // c (16, 8) += a (16, 16) b (16, 8), in float32. A lane holds c at row lane / 4 (the second half: 8 further down) and
 // columns 2 (lane % 4), + 1.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -52,6 +59,11 @@ __device__ __forceinline__ float byte_of(uint32_t word) {
 // 16 bytes from global to shared memory, in the background.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The same, or 16 bytes of zeros.
+__device__ __forceinline__ void copy16_or_clear(uint32_t to, const void* from, bool copied) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copied ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,15 +1,14 @@
-// A 5x5 convolution of stride 2 as a product of matrices, read from a frame in shared memory.
+// A convolution of stride 2 as a product of matrices, read from a frame in shared memory.
 //
-// The frame is held with a border of zeros. Its pixels, of PIXEL = 32 or 64 bytes, lie by row, by parity of the column,
-// then by column: the columns that 16 neighbouring outputs read are neighbours in memory. A pixel's 16-byte chunks
-// change places with its column and row, so that eight neighbours start in different banks. Weights lie as (step, column of
-// the product, 16 numbers), a step being a tap's 16 channels, and change places likewise.
+// The frame is held with a border of zeros, 2 pixels wide on the left. Its pixels, of PIXEL = 32 or 64 bytes, lie by row,
+// by parity of the column, then by column: the columns that 16 neighbouring outputs read are neighbours in memory. A
+// pixel's 16-byte chunks change places with its column and row, so that eight neighbours start in different banks. Weights
+// lie as (step, column of the product, 16 numbers), a step being a tap's 16 channels, and change places likewise.
 #pragma once
 #include "tensor_core.cuh"
 
 namespace drama::cuda {
 
-constexpr int KERNEL = 5;
 constexpr int WEIGHT_ROW = 32;  // bytes
 
 // Where a chunk of a pixel lies in it. entry: the pixel's place in its half of a row, the border included.
@@ -36,13 +35,13 @@ __device__ __forceinline__ void clear(void* shared, int bytes, int thread, int t
 }
 
 // acc: TILES tiles of 16 outputs, ACROSS of them a row of the frame.   pixels: the first tile's first row of the frame.
-template <int PIXEL, int PLANE, int ACROSS, int TILES, int FRAGMENTS>
+template <int KERNEL, int PIXEL, int PLANE, int ACROSS, int TILES, int FRAGMENTS>
 __device__ __forceinline__ void strided_product(float (&acc)[TILES][FRAGMENTS][4], uint32_t pixels, uint32_t weights,
                                                 int lane) {
-  constexpr int STEPS = PIXEL / 32, ROW = 2 * PLANE;
-  uint32_t at[KERNEL / 2 + 1][STEPS];  // by columns moved; the tile's first pixel, of a row of even number
+  constexpr int STEPS = PIXEL / 32, ROW = 2 * PLANE, MOVES = (KERNEL + 1) / 2;
+  uint32_t at[MOVES][STEPS];  // by columns moved; the tile's first pixel, of a row of even number
 #pragma unroll
-  for (int moved = 0; moved <= KERNEL / 2; ++moved)
+  for (int moved = 0; moved < MOVES; ++moved)
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int entry = lane % 16 + moved;
@@ -73,10 +72,33 @@ __device__ __forceinline__ void strided_product(float (&acc)[TILES][FRAGMENTS][4
       }
     weights += KERNEL * STEPS * FRAGMENTS * 8 * WEIGHT_ROW;
 #pragma unroll
-    for (int moved = 0; moved <= KERNEL / 2; ++moved)
+    for (int moved = 0; moved < MOVES; ++moved)
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) at[moved][step] = (at[moved][step] + ROW) ^ 16;  // chunks change places
+      for (int step = 0; step < STEPS; ++step) at[moved][step] = (at[moved][step] + ROW) ^ 16;  // the next row's places
   }
+}
+
+// Writes the numbers themselves, line by line.
+template <int SIDE, int TILES, int FRAGMENTS>
+__device__ __forceinline__ void write_pixels(bf16* out, const float (&acc)[TILES][FRAGMENTS][4], int first_row,
+                                             int lane) {
+  static_assert(FRAGMENTS == 2 || FRAGMENTS == 4 || FRAGMENTS == 6);
+  constexpr int ACROSS = SIDE / 16, CHANNELS = FRAGMENTS * 8, WHOLE = CHANNELS / 32 * 32;
+  const int quad = lane % 4;
+#pragma unroll
+  for (int m = 0; m < TILES; ++m)
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+      const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
+      bf16* pixel = out + (row * SIDE + column) * CHANNELS;
+      uint32_t v[FRAGMENTS];
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; ++f) v[f] = pack(acc[m][f][2 * eight], acc[m][f][2 * eight + 1]);
+      if constexpr (FRAGMENTS >= 4) store16(pixel + quad * 8, {v[0], v[1], v[2], v[3]});
+      if constexpr (FRAGMENTS % 4 == 2) {
+        *reinterpret_cast<uint2*>(pixel + WHOLE + quad * 4) = make_uint2(v[FRAGMENTS - 2], v[FRAGMENTS - 1]);
+      }
+    }
 }
 
 template <int TILES, int FRAGMENTS>

@@ -21,11 +21,21 @@ struct uint4 {
 struct uint2 {
   uint32_t x, y;
 };
+struct uint3 {
+  uint32_t x, y, z;
+};
 struct float2 {
   float x, y;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, int selector) {
+  const uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return out;
+}
 
 namespace emulated {
 
@@ -107,18 +117,28 @@ inline char* place16(uint32_t address) {
   return emulated::block.shared + address;
 }
 
-inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
+template <bool TRANSPOSED>
+inline void load_four(uint32_t (&r)[4], uint32_t row) {
   const int lane = emulated::block.current % 32;
   emulated::of_lane(lane)[0] = row;
   emulated::take_turns();
   for (int m = 0; m < 4; ++m) {
-    std::memcpy(&r[m], place16(emulated::of_lane(8 * m + lane / 4)[0]) + lane % 4 * 4, 4);
+    char* rows[8];
     int banks = 0;
-    for (int i = 0; i < 8; ++i) banks |= 1 << emulated::of_lane(8 * m + i)[0] / 16 % 8;
+    for (int i = 0; i < 8; ++i) {
+      rows[i] = place16(emulated::of_lane(8 * m + i)[0]);
+      banks |= 1 << emulated::of_lane(8 * m + i)[0] / 16 % 8;
+    }
     emulated::block.conflicts += banks != 255;
+    for (int e = 0; e < 2; ++e) {
+      const int along = lane % 4 * 2 + e, across = lane / 4;
+      std::memcpy(reinterpret_cast<char*>(&r[m]) + 2 * e, TRANSPOSED ? rows[along] + 2 * across : rows[across] + 2 * along, 2);
+    }
   }
   emulated::take_turns();
 }
+inline void load_matrices(uint32_t (&r)[4], uint32_t row) { load_four<false>(r, row); }
+inline void load_transposed(uint32_t (&r)[4], uint32_t row) { load_four<true>(r, row); }
 
 inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const int lane = emulated::block.current % 32;
@@ -154,6 +174,9 @@ inline float byte_of(uint32_t word) {
 }
 
 inline void copy16(uint32_t to, const void* from) { std::memcpy(place16(to), from, 16); }
+inline void copy16_or_clear(uint32_t to, const void* from, bool copied) {
+  copied ? std::memcpy(place16(to), from, 16) : std::memset(place16(to), 0, 16);
+}
 inline void commit_copies() {}
 template <int PENDING>
 inline void wait_for_copies() {}

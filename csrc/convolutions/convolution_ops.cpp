@@ -1,0 +1,14 @@
+// Schemas of the convolutions' operators; the kernels are in cuda/, what they compute and the fake implementations in
+// sub_models/fused_encoder.py and sub_models/native_convolutions.py.
+#include <torch/library.h>
+
+TORCH_LIBRARY(drama_native, m) {
+  m.def("encoder_front(Tensor frames, Tensor weights, Tensor shifts) -> Tensor");
+  m.def("encoder_third(Tensor rows, Tensor weights, Tensor shifts) -> Tensor");
+  m.def("strided(Tensor rows, Tensor weights) -> Tensor");
+  m.def("spread(Tensor rows, Tensor weights) -> Tensor");
+  m.def("to_colours(Tensor rows, Tensor weights) -> Tensor");
+  m.def("from_colours(Tensor rows, Tensor weights) -> Tensor");
+  m.def("colour_weight_gradient(Tensor grads, Tensor rows) -> Tensor");
+  m.def("strided_weight_gradient(Tensor rows, Tensor grads) -> Tensor");
+}

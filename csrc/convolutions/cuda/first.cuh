@@ -1,0 +1,73 @@
+// A 5x5 convolution of stride 1 from 3 channels to 16, from blocks of pixels to blocks: the encoder's first in training, and
+// the gradient of the decoder's last.
+#pragma once
+#include "windows.cuh"
+
+namespace drama::cuda {
+
+struct First {
+  static constexpr int THREADS = 256, WARPS = THREADS / 32, BLOCKS = Windows::SIDE * Windows::SIDE / 4;
+  static constexpr int IN = 16, OUT = 64;  // numbers of a block, the last 4 that come in without meaning
+  static constexpr int IMAGE_AT = Windows::WEIGHT_ROWS * WEIGHT_ROW;  // in shared memory, in bytes
+  static constexpr int SHARED_BYTES = IMAGE_AT + Windows::IMAGE_BYTES;
+
+  char* shared;
+  int thread, lane, warp;
+
+  __device__ First(char* memory, int thread) : shared(memory), thread(thread), lane(thread % 32), warp(thread / 32) {}
+
+  __device__ void begin(const uint4* weights) const {
+    store_weights(shared, weights, Windows::WEIGHT_ROWS, thread, THREADS);
+    clear(shared + IMAGE_AT, Windows::IMAGE_BYTES, thread, THREADS);
+  }
+
+  __device__ void load(const bf16* frame) const {
+#pragma unroll
+    for (int i = 0; i < BLOCKS / THREADS; ++i) {
+      const int block = i * THREADS + thread;
+      const uint4* from = reinterpret_cast<const uint4*>(frame + block * IN);
+      const uint4 v = from[0], w = from[1];
+      Windows::store_block(shared + IMAGE_AT, block, {v.x, v.y, v.z}, {v.w, w.x, w.y});
+    }
+  }
+
+  // out (32, 32, 64). A lane holds 8 channels, half of them or the other by its parity, of two pixels.
+  __device__ void convolve(bf16* out) const {
+#pragma unroll 1
+    for (int line = warp; line < Windows::SIDE / 2; line += WARPS) {
+      float acc[2][8][4];
+      Windows::multiply(acc, shared + IMAGE_AT, line, shared_address(shared), lane);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          bf16* block = out + (line * 32 + m * 16 + eight * 8 + lane / 4) * OUT + lane % 4 * 8;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t v[4];
+#pragma unroll
+            for (int f = 0; f < 4; ++f) {
+              const float* n = acc[m][4 * half + f] + 2 * eight;
+              v[f] = pack(n[0], n[1]);
+            }
+            store16(block + half * 32, v);
+          }
+        }
+    }
+  }
+};
+
+// frames (count, 32, 32, 16); weights: rows of 16 numbers; out (count, 32, 32, 64)
+__device__ void convolve_first(char* shared, int thread, int block, int blocks, const bf16* frames,
+                               const uint4* weights, bf16* out, int count) {
+  const First stage(shared, thread);
+  stage.begin(weights);
+  for (int frame = block; frame < count; frame += blocks) {
+    __syncthreads();
+    stage.load(frames + static_cast<int64_t>(frame) * First::BLOCKS * First::IN);
+    __syncthreads();
+    stage.convolve(out + static_cast<int64_t>(frame) * First::BLOCKS * First::OUT);
+  }
+}
+
+}  // namespace drama::cuda

@@ -1,0 +1,106 @@
+// Convolutions from blocks of pixels in memory, see strided_product.cuh; parts of a frame come in the background while the
+// one before is computed. Those of stride 2 may have norm and activation follow, as in front.cuh. One of stride 1 to 3
+// channels, the decoder's last, is one of stride 2 and kernel 6 whose columns are the 12 numbers of a block, and 4 zeros.
+#pragma once
+#include "strided_product.cuh"
+
+namespace drama::cuda {
+
+// Frames of SIDE x SIDE pixels as blocks of 2x2, PIXEL bytes each; PARTS of SIDE / 2 / PARTS rows of outputs are computed
+// at a time, in COLUMNS.
+template <int KERNEL_, int PIXEL_, int SIDE_, int COLUMNS_, int PARTS_>
+struct Strided {
+  static constexpr int KERNEL = KERNEL_, PIXEL = PIXEL_, SIDE = SIDE_, COLUMNS = COLUMNS_, PARTS = PARTS_;
+  static constexpr int THREADS = 256, WARPS = THREADS / 32, CHANNELS = PIXEL / 2;
+  static constexpr int FRAME = SIDE * SIDE * CHANNELS, OUT_SIDE = SIDE / 2, OUT_ROWS = OUT_SIDE / PARTS;
+  static constexpr int WEIGHT_ROWS = KERNEL * KERNEL * CHANNELS / 16 * COLUMNS;
+  // Shared memory, in bytes. The border right of a half row is the one left of the next.
+  static constexpr int PLANE = (OUT_SIDE + 1) * PIXEL, ROW = 2 * PLANE, ROWS = 2 * OUT_ROWS + KERNEL - 2;
+  static constexpr int SHIFTS_AT = WEIGHT_ROWS * WEIGHT_ROW, BUFFERS_AT = SHIFTS_AT + COLUMNS * 4;
+  static constexpr int BUFFER = ROW * ROWS + 2 * PIXEL;
+  static constexpr int SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
+  static_assert(SIDE * PIXEL / 8 == THREADS);  // chunks of a row of blocks
+
+  char* shared;
+  int thread, lane, warp;
+
+  __device__ Strided(char* memory, int thread) : shared(memory), thread(thread), lane(thread % 32), warp(thread / 32) {}
+
+  __device__ const float* shifts() const { return reinterpret_cast<const float*>(shared + SHIFTS_AT); }
+
+  // shifts: of the norm, null without one.
+  __device__ void begin(const uint4* weights, const float* shifts) const {
+    store_weights(shared, weights, WEIGHT_ROWS, thread, THREADS);
+    if (shifts != nullptr && thread < COLUMNS) reinterpret_cast<float*>(shared + SHIFTS_AT)[thread] = shifts[thread];
+    clear(shared + BUFFERS_AT, 2 * BUFFER, thread, THREADS);
+  }
+
+  // Rows of blocks of part `part` and the one above and below it.
+  __device__ void fetch(const bf16* frame, int part, int buffer) const {
+    constexpr int CHUNKS = PIXEL / 16;
+    const int entry = thread / (4 * CHUNKS) + 1, pixel = thread / CHUNKS % 4, chunk = thread % CHUNKS, down = pixel / 2;
+    const uint32_t to = shared_address(shared) + BUFFERS_AT + buffer * BUFFER + down * ROW + pixel % 2 * PLANE +
+                        entry * PIXEL + chunk_at<PIXEL>(chunk, entry, down);
+    const int above = part * OUT_ROWS - 1;
+#pragma unroll 6
+    for (int i = 0; i < OUT_ROWS + 2; ++i) {
+      const int line = above + i;
+      const bool inside = line >= 0 && line < SIDE / 2;
+      if (2 * i + down < ROWS) {
+        copy16_or_clear(to + i * 2 * ROW, frame + ((inside ? line : 0) * THREADS + thread) * 8, inside);
+      }
+    }
+  }
+
+  template <int TILES>
+  __device__ __forceinline__ void convolve(float (&acc)[TILES][COLUMNS / 8][4], int buffer) const {
+    constexpr int ACROSS = OUT_SIDE / 16;
+    static_assert(TILES * WARPS * 16 == OUT_ROWS * OUT_SIDE);
+    set_zero(acc);
+    const uint32_t memory = shared_address(shared);
+    const uint32_t rows = memory + BUFFERS_AT + buffer * BUFFER + warp * (TILES / ACROSS) * 2 * ROW;
+    strided_product<KERNEL, PIXEL, PLANE, ACROSS>(acc, rows, memory, lane);
+  }
+};
+
+enum class Output { numbers, activated_blocks };
+
+// frames (count, SIDE / 2, SIDE / 2, 4, channels); weights: rows of 16 numbers; out (count, SIDE / 2, SIDE / 2, COLUMNS), or
+// the same as blocks of 2x2.
+template <typename Stage, Output OUTPUT>
+__device__ void convolve_frames(char* shared, int thread, int block, int blocks, const bf16* frames,
+                                const uint4* weights, const float* shifts, bf16* out, int count) {
+  constexpr int ACROSS = Stage::OUT_SIDE / 16, TILES = Stage::OUT_ROWS * ACROSS / Stage::WARPS;
+  constexpr int OUT = Stage::OUT_SIDE * Stage::OUT_SIDE * Stage::COLUMNS;
+  const Stage stage(shared, thread);
+  const auto fetch = [&](int task, int buffer) {
+    stage.fetch(frames + static_cast<int64_t>(task / Stage::PARTS) * Stage::FRAME, task % Stage::PARTS, buffer);
+  };
+  stage.begin(weights, shifts);
+  __syncthreads();
+  const int tasks = count * Stage::PARTS;
+  fetch(block, 0);
+  commit_copies();
+  for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
+    if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
+    commit_copies();
+    wait_for_copies<1>();
+    __syncthreads();
+    float acc[TILES][Stage::COLUMNS / 8][4];
+    stage.convolve(acc, buffer);
+    bf16* frame = out + static_cast<int64_t>(task / Stage::PARTS) * OUT;
+    const int row = task % Stage::PARTS * Stage::OUT_ROWS + stage.warp * (TILES / ACROSS);
+    if constexpr (OUTPUT == Output::activated_blocks) {
+      write_blocks<Stage::OUT_SIDE>(frame, acc, stage.shifts(), row, stage.lane);
+    } else {
+      write_pixels<Stage::OUT_SIDE>(frame, acc, row, stage.lane);
+    }
+    __syncthreads();
+  }
+}
+
+using StridedSecond = Strided<5, 32, 64, 32, 2>;
+using StridedThird = Strided<5, 64, 32, 48, 1>;
+using Colours = Strided<6, 32, 64, 16, 2>;
+
+}  // namespace drama::cuda

@@ -1,0 +1,76 @@
+// The convolutions' kernels on a CPU; tests/sub_models/emulated.py builds and calls this:
+//     c++ -O1 -std=c++17 -shared -fPIC -o emulated.so emulate.cc
+// Functions return how many matrices were read with two rows in the same banks.
+#include "emulated_tensor_core.h"
+
+#include "cuda/colour_weight.cuh"
+#include "cuda/first.cuh"
+#include "cuda/front.cuh"
+#include "cuda/spread.cuh"
+#include "cuda/strided.cuh"
+#include "cuda/strided_weight.cuh"
+
+namespace {
+
+using namespace drama::cuda;
+
+template <typename Stage>
+int emulate(int blocks, const std::function<void(int, int)>& kernel) {
+  static_assert(Stage::SHARED_BYTES <= emulated::SHARED);
+  emulated::block.conflicts = 0;
+  for (int i = 0; i < blocks; ++i) {
+    emulated::run_block(Stage::THREADS, [&](int thread) { kernel(thread, i); });
+  }
+  return emulated::block.conflicts;
+}
+
+template <typename Stage, Output OUTPUT>
+int strided(const bf16* rows, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
+  return emulate<Stage>(blocks, [&](int thread, int i) {
+    convolve_frames<Stage, OUTPUT>(emulated::block.shared, thread, i, blocks, rows, weights, shifts, out, count);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+int encoder_front(const uint8_t* frames, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
+  return emulate<Front>(blocks, [&](int thread, int i) {
+    encode_front(emulated::block.shared, thread, i, blocks, frames, weights, shifts, out, count);
+  });
+}
+int encoder_third(const bf16* rows, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
+  return strided<StridedThird, Output::activated_blocks>(rows, weights, shifts, out, count, blocks);
+}
+int strided_second(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return strided<StridedSecond, Output::numbers>(rows, weights, nullptr, out, count, blocks);
+}
+int strided_third(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return strided<StridedThird, Output::numbers>(rows, weights, nullptr, out, count, blocks);
+}
+int spread_pixels(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return emulate<Spread>(blocks, [&](int thread, int i) {
+    spread(emulated::block.shared, thread, i, blocks, rows, weights, out, count);
+  });
+}
+int to_colours(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return strided<Colours, Output::numbers>(rows, weights, nullptr, out, count, blocks);
+}
+int from_colours(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return emulate<First>(blocks, [&](int thread, int i) {
+    convolve_first(emulated::block.shared, thread, i, blocks, rows, weights, out, count);
+  });
+}
+int colour_weight_gradient(const bf16* grads, const bf16* rows, float* partial, int count, int blocks) {
+  return emulate<ColourWeight>(blocks, [&](int thread, int i) {
+    colour_weight(emulated::block.shared, thread, i, blocks, grads, rows, partial, count);
+  });
+}
+int second_weight_gradient(const bf16* rows, const bf16* grads, float* partial, int count, int blocks) {
+  return emulate<SecondWeight>(blocks, [&](int thread, int i) {
+    strided_weight<SecondWeight>(emulated::block.shared, thread, i, blocks, rows, grads, partial, count);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,149 @@
+"""Convolutions on blocks by the native kernels: values and gradients, emulated on the CPU and on a GPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sub_models import space_to_depth
+from sub_models.native_convolutions import NO_KERNELS, PLANS, ROWS, convolve, plan_of
+from sub_models.space_to_depth import relaid_weight, run_relaid
+from sub_models.world_models import Decoder, Encoder
+
+ON_GPU = torch.cuda.is_available()
+needs_kernels = pytest.mark.skipif(
+    not ON_GPU or NO_KERNELS is not None, reason="needs a CUDA device and the native extension"
+)
+CASES = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}-{case[2]}") for case in PLANS]
+
+
+def made(kind, channels_in, channels_out, stride):
+    torch.manual_seed(0)
+    extra = {"output_padding": stride - 1} if kind is nn.ConvTranspose2d else {}
+    return kind(channels_in, channels_out, 5, stride, 2, **extra)
+
+
+def filled(x, dim):
+    """With channels of zeros up to a multiple of 8."""
+    spare = -x.shape[dim] % 8
+    return torch.cat((x, x.new_zeros([spare if i == dim else size for i, size in enumerate(x.shape)])), dim)
+
+
+def relative_error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+def check_a_plan(layer, side, plan, frames, device):
+    """y and both gradients against float64 of the same bfloat16 numbers: nothing but one rounding may differ."""
+    weight = relaid_weight(layer).detach()
+    channels_out, channels_in = weight.shape[:2]
+    weight = filled(filled(weight, 0), 1).bfloat16().to(device)
+    x = filled(torch.randn(frames, side, side, channels_in), 3).bfloat16().to(device)
+    grad = filled(torch.randn(frames, side, side, channels_out), 3).bfloat16().to(device)
+    results = []
+    for run, dtype in ((lambda x, w: convolve(x, w, plan), torch.bfloat16), (exact, torch.float64)):
+        a, b = (t.to(dtype).requires_grad_() for t in (x, weight))
+        y = run(a, b)
+        dx, dw = torch.autograd.grad(y, (a, b), grad.to(dtype))
+        dw = dw * (weight != 0)  # the rest is always zero in the weight and gets no gradient from the layer's own
+        results.append([y, dx[..., :channels_in], dw[:channels_out, :channels_in]])
+    for got, expected in zip(*results, strict=True):
+        assert relative_error(got, expected) < 3e-3
+
+
+def exact(x, weight):
+    return F.conv2d(x.permute(0, 3, 1, 2), weight, padding=1).permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize(("kind", "channels_in", "channels_out", "stride"), CASES)
+def test_emulated_kernels(emulated_convolutions, kind, channels_in, channels_out, stride):
+    side, plan = PLANS[kind, channels_in, channels_out, stride]
+    check_a_plan(made(kind, channels_in, channels_out, stride), side, plan, 1, "cpu")
+
+
+def test_emulated_kernels_in_a_stack(emulated_convolutions, monkeypatch):
+    """They take the places of the plain layers, in one program of torch's compiler."""
+
+    def plan(layer, rows):
+        side, plan = PLANS.get((type(layer), layer.in_channels, layer.out_channels, layer.stride[0]), (0, None))
+        return plan if rows.shape[1] == side else None
+
+    monkeypatch.setattr(space_to_depth, "plan_of", plan)
+    stack = nn.Sequential(made(nn.Conv2d, 3, 16, 1), nn.Tanh(), made(nn.ConvTranspose2d, 16, 3, 1))
+    image = torch.rand(1, 3, 64, 64)
+    expected = torch.autograd.grad(stack(image).square().sum(), list(stack.parameters()))
+    program = torch.compile(run_relaid, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(program(list(stack), image).float().square().sum(), list(stack.parameters()))
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a, b.double()) < 2e-2
+
+
+def test_the_operator_is_registered_well(emulated_convolutions):
+    """The smallest case, whose every part has or has not a kernel."""
+    x, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((1, 16, 16, 128), (48, 128, 3, 3)))
+    operator = torch.ops.mamba_ssm_triton.convolution_of_blocks.default
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for kernel in ("", "strided"):
+        rows = ROWS[kernel](weight.detach()) if kernel else None
+        torch.library.opcheck(operator, (x, weight, rows, kernel, "", ""), test_utils=tests)
+
+
+def test_no_plan_without_a_gpu():
+    assert plan_of(made(nn.Conv2d, 3, 16, 1), torch.zeros(1, 32, 32, 16)) is None
+
+
+@pytest.mark.gpu
+@needs_kernels
+@pytest.mark.parametrize("frames", [1, 133, 300])
+@pytest.mark.parametrize(("kind", "channels_in", "channels_out", "stride"), CASES)
+def test_kernels_on_a_gpu(kind, channels_in, channels_out, stride, frames):
+    layer = made(kind, channels_in, channels_out, stride)
+    side, plan = PLANS[kind, channels_in, channels_out, stride]
+    with torch.autocast("cuda", torch.bfloat16):
+        if plan_of(layer, torch.zeros(1, side, side, 8, device="cuda")) is None:
+            pytest.skip("this GPU has too little shared memory")
+    check_a_plan(layer, side, plan, frames, "cuda")
+
+
+@pytest.mark.gpu
+@needs_kernels
+def test_when_there_is_a_plan():
+    layer, rows = made(nn.Conv2d, 16, 32, 2), torch.zeros(1, 32, 32, 64, device="cuda")
+    assert plan_of(layer, rows) is None  # float32
+    with torch.autocast("cuda", torch.float16):
+        assert plan_of(layer, rows) is None
+    with torch.autocast("cuda", torch.bfloat16):
+        assert plan_of(layer, rows[:, :16]) is None
+        assert plan_of(nn.Conv2d(16, 32, 3, 2, 1), rows) is None
+
+
+@pytest.mark.gpu
+@needs_kernels
+@pytest.mark.parametrize("compile_them", [False, True])
+def test_whole_stacks_on_a_gpu(monkeypatch, compile_them):
+    """Losses and gradients with and without the kernels differ by bfloat16's rounding alone."""
+    torch.manual_seed(0)
+    sizes = {"image_size": (3, 64, 64), "depth": 16, "mults": [1, 2, 3, 4, 4], "kernel": 5, "padding": "same"}
+    stack = {**sizes, "norm": "batch", "act": "SiLU", "first_stride_one": True}
+    encoder, decoder = Encoder(**stack).cuda(), Decoder(32, final_sigmoid=True, **stack).cuda()
+    encoder.relaid = decoder.relaid = True
+    image, stoch = torch.rand(40, 3, 64, 64, device="cuda"), torch.rand(40, 32, device="cuda")
+
+    def loss(encoder, decoder):
+        return encoder(image).float().square().mean() + (decoder(stoch).float() - image).square().mean()
+
+    results = []
+    for plan in (plan_of, lambda *_: None):
+        monkeypatch.setattr(space_to_depth, "plan_of", plan)
+        torch.compiler.reset()
+        run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compile_them else loss
+        twins = copy.deepcopy(encoder), copy.deepcopy(decoder)
+        with torch.autocast("cuda", torch.bfloat16):
+            value = run(*twins)
+        value.backward()
+        grads = {name: p.grad for twin in twins for name, p in twin.named_parameters() if name.endswith("weight")}
+        results.append({"loss": value.detach(), **grads})
+    for name, got in results[0].items():
+        assert relative_error(got, results[1][name].double()) < 6e-2, name
