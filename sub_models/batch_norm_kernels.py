@@ -18,8 +18,10 @@ Tensor = torch.Tensor
 
 TILE = 4096  # elements that a program holds at a time
 PROGRAMS = 528  # of a sum over rows: four for each multiprocessor of an H200
+LEAST_TILES = 4  # that a program of a sum over rows takes
 ON_GPU = tl.constexpr(not INTERPRETED)
-AT_ONCE = tl.constexpr(64)  # partial sums that the last program adds at a time
+AT_ONCE = tl.constexpr(256)  # partial sums that a program adds at a time,
+FEW = tl.constexpr(16)  # of so many channels
 
 
 @triton.jit
@@ -88,11 +90,10 @@ def _moments_kernel(
 
 
 @triton.jit
-def _sum_partials(partial_ptr, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
-    """partial (P, 2, C) -> its two sums over P, (C) each."""
-    channel = tl.arange(0, WIDE)
-    first = tl.zeros((AT_ONCE, WIDE), dtype=tl.float32)
-    second = tl.zeros((AT_ONCE, WIDE), dtype=tl.float32)
+def _sum_partials(partial_ptr, channel, C: tl.constexpr, PARTS: tl.constexpr):
+    """partial (P, 2, C) -> its two sums over P for the channels `channel` (FEW)."""
+    first = tl.zeros((AT_ONCE, FEW), dtype=tl.float32)
+    second = tl.zeros((AT_ONCE, FEW), dtype=tl.float32)
     for start in range(0, PARTS, AT_ONCE):
         part = start + tl.arange(0, AT_ONCE)
         mask = (part[:, None] < PARTS) & (channel[None, :] < C)
@@ -103,13 +104,11 @@ def _sum_partials(partial_ptr, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def _finish_moments_kernel(
-    x_ptr, partial_ptr, mean_ptr, var_ptr, rows, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
-):
+def _finish_moments_kernel(x_ptr, partial_ptr, mean_ptr, var_ptr, rows, C: tl.constexpr, PARTS: tl.constexpr):
     """Mean and (biased) variance (C) from partial sums (P, 2, C)."""
-    channel = tl.arange(0, WIDE)
+    channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
     origin = tl.load(x_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
-    total, square = _sum_partials(partial_ptr, C, WIDE, PARTS)
+    total, square = _sum_partials(partial_ptr, channel, C, PARTS)
     offset = total / rows
     tl.store(mean_ptr + channel, origin + offset, mask=channel < C)
     tl.store(var_ptr + channel, tl.maximum(square / rows - offset * offset, 0.0), mask=channel < C)
@@ -174,10 +173,10 @@ def _backward_sums_kernel(
 
 @triton.jit
 def _finish_backward_kernel(
-    partial_ptr, var_ptr, grad_weight_ptr, grad_bias_ptr, eps, C: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
+    partial_ptr, var_ptr, grad_weight_ptr, grad_bias_ptr, eps, C: tl.constexpr, PARTS: tl.constexpr
 ):
-    channel = tl.arange(0, WIDE)
-    first, second = _sum_partials(partial_ptr, C, WIDE, PARTS)
+    channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
+    first, second = _sum_partials(partial_ptr, channel, C, PARTS)
     var = tl.load(var_ptr + channel, mask=channel < C, other=1.0)
     tl.store(grad_bias_ptr + channel, first, mask=channel < C)
     tl.store(grad_weight_ptr + channel, second * tl.rsqrt(var + eps), mask=channel < C)
@@ -208,7 +207,7 @@ def moments(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     partial = torch.empty((parts, 2, channels), dtype=torch.float32, device=x.device)
     mean, var = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
     _moments_kernel[(parts,)](x, partial, rows, C=channels, ROWS=tile_rows, WIDE=wide, PARTS=parts, STEPS=steps)
-    _finish_moments_kernel[(1,)](x, partial, mean, var, rows, C=channels, WIDE=wide, PARTS=parts)
+    _finish_moments_kernel[_few(channels)](x, partial, mean, var, rows, C=channels, PARTS=parts)
     return mean, var
 
 
@@ -241,7 +240,7 @@ def backward(
     _backward_sums_kernel[(parts,)](
         grad, x, *statistics, partial, rows, eps, width, **sizes, MOVE=move, PARTS=parts, STEPS=steps
     )
-    _finish_backward_kernel[(1,)](partial, var, grad_weight, grad_bias, eps, C=channels, WIDE=wide, PARTS=parts)
+    _finish_backward_kernel[_few(channels)](partial, var, grad_weight, grad_bias, eps, C=channels, PARTS=parts)
     _backward_apply_kernel[(triton.cdiv(rows, tile_rows),)](
         grad, x, *statistics, grad_weight, grad_bias, grad_x, rows, eps, width, **sizes, MOVE=move
     )
@@ -255,10 +254,16 @@ def _sizes(x: Tensor, channels: int) -> tuple[int, int, int]:
 
 
 def _shares(rows: int, tile_rows: int) -> tuple[int, int]:
-    """(P, tiles that each program sums)."""
+    """(P, tiles that each program sums): few programs where there is little to sum, for what they leave is summed by
+    one."""
     tiles = triton.cdiv(rows, tile_rows)
-    parts = min(PROGRAMS, tiles)
+    parts = min(PROGRAMS, triton.cdiv(tiles, LEAST_TILES))
     return parts, triton.cdiv(tiles, parts)
+
+
+def _few(channels: int) -> tuple[int]:
+    """Programs that finish sums."""
+    return (triton.cdiv(channels, FEW.value),)
 
 
 def _train(
