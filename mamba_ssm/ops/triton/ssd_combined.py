@@ -347,7 +347,7 @@ class _SplitConv1dScan(torch.autograd.Function):
             x, dt, A, B, C, options.scan[1], D, gate, dt_bias, initial_states, options.seq_idx, None, False
         )
         y, final, entering = torch.ops.mamba_ssm_triton.ssd_scan(
-            x, dt, A, B, C, D, gate, dt_bias, initial_states, *options.scan, options.return_final_states
+            x, dt, A, B, C, D, gate, dt_bias, initial_states, *options.scan, options.return_final_states, True
         )
         out = _normed(options, y, z, norm_weight)
         ctx.options = options

@@ -201,14 +201,14 @@ def _states_kernel(
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
     SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
     HAS_ENTERING: tl.constexpr, REVERSE: tl.constexpr, ENDS: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
-    DECAY: tl.constexpr,
+    DECAY: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """The walk of the state over a span alone: rows x, columns B; REVERSE: its derivative from the end, dy and C.
 
     One program: a span, a block of the state of one head; grid (H * P blocks * N blocks, S, B). EACH stores what
     enters each chunk (reversed: the derivative of what leaves it) into (B, K, H, P, N), LAST what is left after the
     span into (B, S, H, P, N), DECAY the span's log-decay into (B, S, H). ENDS: program 1 is a packed sequence instead,
-    and what is left is the state after its last row."""
+    and what is left is the state after its last row. PRECISE keeps the digits that bfloat16 products cut off."""
     p_blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     block, span, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -257,7 +257,7 @@ def _states_kernel(
         total = total.to(tl.float32)
         weighted = row_tile * weight[:, None]
         state = state * tl.exp(total) + _dot(tl.trans(weighted), column_tile, DOT)
-        if DOT == "bf16":
+        if PRECISE and DOT == "bf16":
             state += _dot(tl.trans(_cut_off(weighted, DOT)), column_tile, DOT)
         log_decay_of_span += total
     if ENDS:

@@ -178,7 +178,7 @@ class _Call:
         return columns.new_empty(self.batch, self.length, self.heads, self.state, dtype=dtype)
 
     def states(self, tiles, rows, z, columns, entering, *, reverse=False, ends=None, each=None, last=None,
-               decay=None):  # fmt: skip
+               decay=None, precise=True):  # fmt: skip
         """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
         spans = self.spans if ends is None else ends.shape[0] - 1
         blocks = ceil_div(self.headdim, tiles.p) * ceil_div(self.state, tiles.n)
@@ -191,7 +191,7 @@ class _Call:
         )  # fmt: skip
         constants = (
             *self.sizes, *tiles[:3], *self.rules, z is not None, *self.has, entering is not None, reverse,
-            ends is not None, each is not None, last is not None, decay is not None,
+            ends is not None, each is not None, last is not None, decay is not None, precise,
         )  # fmt: skip
         _launch(_states_kernel, (self.heads * blocks, spans, self.batch), tensors, numbers, constants, tiles)
 
@@ -203,7 +203,7 @@ class _Call:
         grid = (ceil_div(size, PASSING_BLOCK), self.heads, self.batch)
         _launch(_passing_kernel, grid, (states, decay, initial, last), numbers, constants, PLAIN)
 
-    def walk_start(self, tiles, rows, z, columns, first, *, reverse=False, last=None):
+    def walk_start(self, tiles, rows, z, columns, first, *, reverse=False, last=None, precise=True):
         """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
 
         `last` (B, H, P, N), if given, gets what is left after all spans, where there is more than one."""
@@ -211,7 +211,7 @@ class _Call:
             return None if first is None else first.unsqueeze(1)
         states = self.state_like(self.spans)
         decay = self.x.new_empty(self.batch, self.spans, self.heads, dtype=torch.float32)
-        self.states(tiles, rows, z, columns, None, reverse=reverse, last=states, decay=decay)
+        self.states(tiles, rows, z, columns, None, reverse=reverse, last=states, decay=decay, precise=precise)
         self.pass_on(states, decay, first, reverse=reverse, last=last)
         return states
 
@@ -271,20 +271,23 @@ def _D_strides(D: Tensor | None) -> tuple[int, int]:
 def _scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     initial_states: Tensor | None, seq_idx: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float,
-    dt_max: float, final_state: bool,
+    dt_max: float, final_state: bool, for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> out (B, L, H, P) like x, the final state (B, H, P, N) float32, empty if it is not asked for, and for backward
-    the states that enter spans (B, S, H, P, N) float32, empty if there is one span."""
+    the states that enter spans (B, S, H, P, N) float32, empty if there is one span, or none for_backward, which needs
+    digits of them that the scan does not use."""
     call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    return call.run_tuned("ssd_scan", other_scans, lambda: _run_scan(call, D, final_state))
+    return call.run_tuned("ssd_scan", other_scans, lambda: _run_scan(call, D, final_state, for_backward))
 
 
-def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run_scan(
+    call: _Call, D: Tensor | None, final_state: bool, for_backward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     x, z, plan = call.x, call.z, call.plan
     tiles = plan.scan
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
-    entering = call.walk_start(plan.states, call.x, None, call.B, call.initial)
+    entering = call.walk_start(plan.states, call.x, None, call.B, call.initial, precise=for_backward)
     grid = (call.heads * ceil_div(call.headdim, tiles.p), call.spans, call.batch)
     tensors = (
         call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out,
@@ -299,7 +302,8 @@ def _run_scan(call: _Call, D: Tensor | None, final_state: bool) -> tuple[Tensor,
         call.length > tiles.rows, final_state,
     )  # fmt: skip
     _launch(_scan_kernel, grid, tensors, numbers, constants, tiles)
-    return out, final, x.new_empty(0, dtype=torch.float32) if call.spans == 1 else entering
+    kept = for_backward and call.spans > 1
+    return out, final, entering if kept else x.new_empty(0, dtype=torch.float32)
 
 
 def _packed_states(
@@ -441,11 +445,11 @@ def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None, ente
 
 
 def _fake_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max,
-               final_state):  # fmt: skip
+               final_state, for_backward):  # fmt: skip
     batch, _, heads, headdim = x.shape
     shape = (batch, heads, headdim, B.shape[3]) if final_state else (0,)
     spans = ceil_div(x.shape[1], rows_in_span(x))
-    entering = (0,) if spans == 1 else (batch, spans, heads, headdim, B.shape[3])
+    entering = (0,) if spans == 1 or not for_backward else (batch, spans, heads, headdim, B.shape[3])
     return x.new_empty(x.shape), *(x.new_empty(sizes, dtype=torch.float32) for sizes in (shape, entering))
 
 
@@ -469,7 +473,11 @@ _INPUTS = (
 )
 _OPTIONS = "int chunk_size, bool dt_softplus, float dt_min, float dt_max"
 
-_scan_op = define(f"ssd_scan({_INPUTS}, {_OPTIONS}, bool final_state) -> (Tensor, Tensor, Tensor)", _scan, _fake_scan)
+_scan_op = define(
+    f"ssd_scan({_INPUTS}, {_OPTIONS}, bool final_state, bool for_backward)"
+    " -> (Tensor, Tensor, Tensor)",
+    _scan, _fake_scan,
+)  # fmt: skip
 _scan_backward_op = define(
     f"ssd_scan_backward(Tensor dout, Tensor? dfinal, Tensor entering, {_INPUTS}, {_OPTIONS})"
     f" -> ({', '.join(['Tensor'] * 9)})",
@@ -487,7 +495,9 @@ _packed_states_backward_op = define(
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, chunk_size, dt_softplus, dt_min, dt_max, _ = inputs
+    *tensors, chunk_size, dt_softplus, dt_min, dt_max, _, for_backward = inputs
+    if not for_backward:
+        raise ValueError("ssd_scan: for_backward is False, but an input requires a gradient")
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*tensors, output[2])
     ctx.options = (chunk_size, dt_softplus, dt_min, dt_max)
@@ -497,13 +507,13 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, dout, dfinal, _):
     *tensors, entering = ctx.saved_tensors
     if dout is None and dfinal is None:
-        return (None,) * 15
+        return (None,) * 16
     dout = torch.zeros_like(tensors[0]) if dout is None else dout
     if dfinal is not None and dfinal.numel() == 0:
         dfinal = None                                                                     # it was not asked for
     grads = _scan_backward_op(dout, dfinal, entering, *tensors, *ctx.options)
     grads = [None if tensor is None else grad for grad, tensor in zip(grads, tensors[:9], strict=True)]
-    return (*grads, None, None, None, None, None, None)
+    return (*grads, *[None] * 7)
 
 
 def _save_packed(ctx, inputs, output) -> None:
@@ -542,7 +552,7 @@ def chunk_scan_on_gpu(
         )  # fmt: skip
     if follows:
         seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
-    out, final, _ = _scan_op(*needed, seq_idx, *options, return_final_states)
+    out, final, _ = _scan_op(*needed, seq_idx, *options, return_final_states, _differentiated(needed))
     if not return_final_states and not return_varlen_states:
         return out
     results = [out, final] if return_final_states else [out]
@@ -550,6 +560,10 @@ def chunk_scan_on_gpu(
         inputs = (x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens)
         results.append(_packed_states_op(*inputs, follows, *options))
     return tuple(results)
+
+
+def _differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) -> str | None:
@@ -561,6 +575,6 @@ def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) ->
         return f"the Triton kernels take states up to N = {MAX_STATE} and heads up to P = {MAX_HEADDIM}"
     if x.numel() == 0 or B.numel() == 0:
         return "an input is of size 0"
-    if states_of_others and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in needed):
+    if states_of_others and _differentiated(needed):
         return "the Triton kernels differentiate the states of packed sequences for the seq_idx of cu_seqlens alone"
     return None

@@ -146,6 +146,22 @@ def test_spans_of_chunks_change_nothing(spans, monkeypatch):
 
 
 @runs
+@torch.no_grad()
+def test_spans_without_a_backward_pass(monkeypatch):
+    """What only backward needs of the states between spans is left out; asking for gradients then is refused."""
+    from mamba_ssm.ops.triton import ssd_triton
+
+    monkeypatch.setattr(ssd_triton, "units_in_span", lambda units, programs, device: 1)
+    t = inputs(length=140, heads=1, dtype=torch.bfloat16)
+    out = mamba_chunk_scan_combined(**t, chunk_size=64)
+    wide = {name: to_float64(value) for name, value in t.items()}
+    assert_close(out, mamba_chunk_scan(**wide, chunk_size=64), FORWARD_TOLERANCE[torch.bfloat16])
+    arguments = (*(t[n] for n in ("x", "dt", "A", "B", "C", *OPTIONAL)), 16, False, 0.0, float("inf"), True)
+    with torch.enable_grad(), pytest.raises(ValueError, match="for_backward is False"):
+        torch.ops.mamba_ssm_triton.ssd_scan(*arguments, False)
+
+
+@runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype):
     t = inputs(1, 40, dtype, optional=("D", "z", "dt_bias"))
@@ -292,7 +308,7 @@ def test_opcheck():
     t = inputs(length=5, heads=1)
     arguments = (*(t[n] for n in ("x", "dt", "A", "B", "C", *OPTIONAL)), 16, True, 0.0, float("inf"))
     operators = torch.ops.mamba_ssm_triton
-    torch.library.opcheck(operators.ssd_scan.default, (*arguments, True))
+    torch.library.opcheck(operators.ssd_scan.default, (*arguments, True, True))
     detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in arguments]
     dout, dfinal = torch.randn_like(detached[0]), torch.randn_like(detached[8])          # x, initial_states
     entering = torch.empty(0, device=DEVICE)                                              # one span
