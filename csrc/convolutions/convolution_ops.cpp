@@ -1,5 +1,5 @@
-// Schemas of the convolutions' operators; the kernels are in cuda/, what they compute and the fake implementations in
-// sub_models/fused_encoder.py and sub_models/native_convolutions.py.
+// Schemas of the convolutions' operators; the kernels are in cuda/, what they compute in sub_models/fused_encoder.py and
+// sub_models/native_convolutions.py, the latter with the fake implementations.
 #include <torch/library.h>
 
 TORCH_LIBRARY(drama_native, m) {

@@ -1,14 +1,16 @@
-// The convolutions' kernels on a CPU; tests/sub_models/emulated.py builds and calls this:
+// The convolutions' kernels on a CPU; tests/sub_models/conftest.py builds and calls this:
 //     c++ -O1 -std=c++17 -shared -fPIC -o emulated.so emulate.cc
 // Functions return how many matrices were read with two rows in the same banks.
 #include "emulated_tensor_core.h"
 
+#include <algorithm>
+
 #include "cuda/colour_weight.cuh"
 #include "cuda/first.cuh"
 #include "cuda/front.cuh"
+#include "cuda/second_weight.cuh"
 #include "cuda/spread.cuh"
 #include "cuda/strided.cuh"
-#include "cuda/strided_weight.cuh"
 
 namespace {
 
@@ -26,6 +28,7 @@ int emulate(int blocks, const std::function<void(int, int)>& kernel) {
 
 template <typename Stage, Output OUTPUT>
 int strided(const bf16* rows, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
+  blocks = std::min(blocks, count * Stage::PARTS);  // as it is launched: every block has a task
   return emulate<Stage>(blocks, [&](int thread, int i) {
     convolve_frames<Stage, OUTPUT>(emulated::block.shared, thread, i, blocks, rows, weights, shifts, out, count);
   });
@@ -36,6 +39,7 @@ int strided(const bf16* rows, const uint4* weights, const float* shifts, bf16* o
 extern "C" {
 
 int encoder_front(const uint8_t* frames, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
+  blocks = std::min(blocks, count);
   return emulate<Front>(blocks, [&](int thread, int i) {
     encode_front(emulated::block.shared, thread, i, blocks, frames, weights, shifts, out, count);
   });
@@ -50,6 +54,7 @@ int strided_third(const bf16* rows, const uint4* weights, bf16* out, int count, 
   return strided<StridedThird, Output::numbers>(rows, weights, nullptr, out, count, blocks);
 }
 int spread_pixels(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  blocks = std::min(blocks, count * Spread::PARTS);
   return emulate<Spread>(blocks, [&](int thread, int i) {
     spread(emulated::block.shared, thread, i, blocks, rows, weights, out, count);
   });
@@ -69,7 +74,7 @@ int colour_weight_gradient(const bf16* grads, const bf16* rows, float* partial, 
 }
 int second_weight_gradient(const bf16* rows, const bf16* grads, float* partial, int count, int blocks) {
   return emulate<SecondWeight>(blocks, [&](int thread, int i) {
-    strided_weight<SecondWeight>(emulated::block.shared, thread, i, blocks, rows, grads, partial, count);
+    second_weight(emulated::block.shared, thread, i, blocks, rows, grads, partial, count);
   });
 }
 

@@ -133,16 +133,11 @@ __device__ void colour_weight(char* shared, int thread, int block, int blocks, c
   const int tasks = count * Stage::PARTS;
   if (block < tasks) fetch(block, 0);
   commit_copies();
-  for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
-    if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
-    commit_copies();
-    wait_for_copies<1>();
-    __syncthreads();
+  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
     stage.make_planes(buffer);
     __syncthreads();
     stage.multiply(acc, buffer);
-    __syncthreads();
-  }
+  });
   wait_for_copies<0>();
   stage.finish(partial + static_cast<int64_t>(block) * Stage::ROWS * Stage::COLUMNS, acc);
 }

@@ -6,9 +6,9 @@
 #include "colour_weight.cuh"
 #include "first.cuh"
 #include "front.cuh"
+#include "second_weight.cuh"
 #include "spread.cuh"
 #include "strided.cuh"
-#include "strided_weight.cuh"
 
 namespace drama::cuda {
 namespace {
@@ -44,10 +44,9 @@ __global__ __launch_bounds__(ColourWeight::THREADS, WEIGHT_BLOCKS) void colour_w
   colour_weight(memory, threadIdx.x, blockIdx.x, gridDim.x, grads, frames, partial, count);
 }
 
-template <typename Stage>
-__global__ __launch_bounds__(Stage::THREADS, 1) void strided_weight_kernel(const bf16* frames, const bf16* grads,
-                                                                           float* partial, int count) {
-  strided_weight<Stage>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, grads, partial, count);
+__global__ __launch_bounds__(SecondWeight::THREADS, 1) void second_weight_kernel(const bf16* frames, const bf16* grads,
+                                                                                 float* partial, int count) {
+  second_weight(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, grads, partial, count);
 }
 
 template <typename Stage, typename... Parameters, typename... Arguments>
@@ -106,7 +105,7 @@ cudaError_t colour_weight_gradient(const Launch& l) {
 
 cudaError_t second_weight_gradient(const Launch& l) {
   const int blocks = second_weight_blocks(l.count);
-  return launch<SecondWeight>(strided_weight_kernel<SecondWeight>, blocks, l.stream, l.frames, l.weights, l.out, l.count);
+  return launch<SecondWeight>(second_weight_kernel, blocks, l.stream, l.frames, l.weights, l.out, l.count);
 }
 
 }  // namespace drama::cuda

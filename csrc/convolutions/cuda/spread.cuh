@@ -107,18 +107,13 @@ __device__ void spread(char* shared, int thread, int block, int blocks, const bf
   const int tasks = count * Spread::PARTS;
   fetch(block, 0);
   commit_copies();
-  for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
-    if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
-    commit_copies();
-    wait_for_copies<1>();
-    __syncthreads();
+  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
     float acc[Spread::TILES][8][4];
     set_zero(acc);
     stage.multiply(acc, buffer);
     stage.write(out + static_cast<int64_t>(task / Spread::PARTS) * Spread::OUT, acc,
                 task % Spread::PARTS * Spread::ROWS + stage.warp * (Spread::TILES / 2));
-    __syncthreads();
-  }
+  });
 }
 
 }  // namespace drama::cuda

@@ -81,11 +81,7 @@ __device__ void convolve_frames(char* shared, int thread, int block, int blocks,
   const int tasks = count * Stage::PARTS;
   fetch(block, 0);
   commit_copies();
-  for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
-    if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
-    commit_copies();
-    wait_for_copies<1>();
-    __syncthreads();
+  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
     float acc[TILES][Stage::COLUMNS / 8][4];
     stage.convolve(acc, buffer);
     bf16* frame = out + static_cast<int64_t>(task / Stage::PARTS) * OUT;
@@ -95,8 +91,7 @@ __device__ void convolve_frames(char* shared, int thread, int block, int blocks,
     } else {
       write_pixels<Stage::OUT_SIDE>(frame, acc, row, stage.lane);
     }
-    __syncthreads();
-  }
+  });
 }
 
 using StridedSecond = Strided<5, 32, 64, 32, 2>;

@@ -34,6 +34,21 @@ __device__ __forceinline__ void clear(void* shared, int bytes, int thread, int t
   for (int i = thread; i < bytes / 16; i += threads) static_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
 }
 
+// A block's walk over its tasks, every one of `blocks`: while compute(task, buffer) runs, the copies of the next task into
+// the other of two buffers, which fetch(task, buffer) starts, are on their way. Those of the first task have been started.
+template <typename Fetch, typename Compute>
+__device__ __forceinline__ void walk_over_tasks(int block, int blocks, int tasks, const Fetch& fetch,
+                                                const Compute& compute) {
+  for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
+    if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
+    commit_copies();
+    wait_for_copies<1>();
+    __syncthreads();
+    compute(task, buffer);
+    __syncthreads();
+  }
+}
+
 // acc: TILES tiles of 16 outputs, ACROSS of them a row of the frame.   pixels: the first tile's first row of the frame.
 template <int KERNEL, int PIXEL, int PLANE, int ACROSS, int TILES, int FRAGMENTS>
 __device__ __forceinline__ void strided_product(float (&acc)[TILES][FRAGMENTS][4], uint32_t pixels, uint32_t weights,
@@ -118,7 +133,7 @@ __device__ __forceinline__ uint32_t activated(const float* n, const float* shift
 }
 
 // Writes a warp's tiles to global memory as blocks of 2x2 pixels, SIDE pixels to a row; columns of the product are
-// channels in the order that lets a lane write 16 bytes (`_columns` in fused_encoder.py).
+// channels in the order that lets a lane write 16 bytes (`lane_columns` in native_convolutions.py).
 template <int SIDE, int TILES, int FRAGMENTS>
 __device__ __forceinline__ void write_blocks(bf16* out, float (&acc)[TILES][FRAGMENTS][4], const float* shifts,
                                              int first_row, int lane) {

@@ -1,40 +1,38 @@
-// Gradient of the weight of a 5x5 convolution of stride 2.
+// Gradient of the weight of a 5x5 convolution of stride 2 from 16 channels of 64x64 pixels to 32; of the next one, from 32
+// to 48, cuDNN is faster.
 //
 // For each tap, X^T G summed over all outputs: X (outputs, channels), the pixels that the tap reads; G (outputs, columns),
-// the outputs' gradients. A warp has the 5 taps of a row of the kernel, and of 16 channels every other 16 outputs, of 32
-// channels half of them.
+// the outputs' gradients. A warp has the 5 taps of a row of the kernel and every other 16 outputs.
 #pragma once
 #include "strided_product.cuh"
 
 namespace drama::cuda {
 
-template <int CHANNELS_, int SIDE_, int COLUMNS_, int PARTS_>
-struct StridedWeight {
-  static constexpr int CHANNELS = CHANNELS_, SIDE = SIDE_, COLUMNS = COLUMNS_, PARTS = PARTS_;
+struct SecondWeight {
+  static constexpr int CHANNELS = 16, SIDE = 64, COLUMNS = 32, PARTS = 2;
   static constexpr int OUT_SIDE = SIDE / 2, OUT_ROWS = OUT_SIDE / PARTS, KERNEL = 5, FRAGMENTS = COLUMNS / 8;
-  static constexpr int HALVES = CHANNELS / 16, SHARES = 2 / HALVES, THREADS = KERNEL * HALVES * SHARES * 32;
+  static constexpr int SHARES = 2, THREADS = KERNEL * SHARES * 32;
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, GRADS = OUT_SIDE * OUT_SIDE * COLUMNS;
   static constexpr int SUMS = KERNEL * KERNEL * CHANNELS * COLUMNS;
   // Shared memory, in bytes: frames as in strided.cuh, and gradients.
   static constexpr int PIXEL = 2 * CHANNELS, PLANE = (OUT_SIDE + 1) * PIXEL, ROW = 2 * PLANE;
   static constexpr int ROWS = 2 * OUT_ROWS + KERNEL - 2, BUFFER = ROW * ROWS + 2 * PIXEL;
-  static constexpr int OUTPUT = COLUMNS == 48 ? 112 : 64;  // eight neighbours start in different banks, with `turn`
-  static constexpr int GRAD_BYTES = OUT_ROWS * OUT_SIDE * OUTPUT;
+  static constexpr int OUTPUT = 2 * COLUMNS, GRAD_BYTES = OUT_ROWS * OUT_SIDE * OUTPUT;
   static constexpr int GRADS_AT = 2 * BUFFER, SHARED_BYTES = GRADS_AT + 2 * GRAD_BYTES;
-  static_assert(SHARES == 1 || SUMS * 4 <= GRADS_AT);  // where sums of shares meet
+  static_assert(SUMS * 4 <= GRADS_AT);  // where sums of shares meet
 
   char* shared;
-  int thread, lane, down, half, share;  // down: of the taps
+  int thread, lane, down, share;  // down: of the taps
 
-  __device__ StridedWeight(char* memory, int thread)
+  __device__ SecondWeight(char* memory, int thread)
       : shared(memory),
         thread(thread),
         lane(thread % 32),
         down(thread / 32 % KERNEL),
-        half(thread / 32 / KERNEL % HALVES),
-        share(thread / 32 / KERNEL / HALVES) {}
+        share(thread / 32 / KERNEL) {}
 
-  __device__ static int turn(int output) { return COLUMNS == 48 ? 0 : output / 2 % 4; }
+  // Chunks of an output change places, so that eight neighbours start in different banks.
+  __device__ static int turn(int output) { return output / 2 % 4; }
 
   __device__ void fetch(const bf16* frame, const bf16* grad, int part, int buffer) const {
     constexpr int PER_LINE = SIDE * PIXEL / 8;  // chunks of a row of blocks
@@ -62,8 +60,7 @@ struct StridedWeight {
 #pragma unroll
     for (int moved = 0; moved < 3; ++moved) {
       const int entry = lane % 8 + lane / 16 * 8 + moved;
-      const int chunk = 2 * half + lane / 8 % 2;
-      at[moved] = memory + buffer * BUFFER + down * ROW + entry * PIXEL + chunk_at<PIXEL>(chunk, entry, down);
+      at[moved] = memory + buffer * BUFFER + down * ROW + entry * PIXEL + chunk_at<PIXEL>(lane / 8 % 2, entry, down);
     }
     const int output = lane % 16;
     const uint32_t grads = memory + GRADS_AT + buffer * GRAD_BYTES + output * OUTPUT;
@@ -89,7 +86,7 @@ struct StridedWeight {
     }
   }
 
-  // partial (25, channels, columns)
+  // partial (25, 16, 32)
   __device__ void finish(float* partial, const float (&acc)[KERNEL][FRAGMENTS][4]) const {
     float* sums = reinterpret_cast<float*>(shared);
 #pragma unroll 1
@@ -102,23 +99,22 @@ struct StridedWeight {
         for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            const int channel = half * 16 + lane / 4 + k / 2 * 8, column = f * 8 + lane % 4 * 2 + k % 2;
+            const int channel = lane / 4 + k / 2 * 8, column = f * 8 + lane % 4 * 2 + k % 2;
             const int place = ((down * KERNEL + dx) * CHANNELS + channel) * COLUMNS + column;
             if (turn == 1) {
               sums[place] = acc[dx][f][k];
             } else {
-              partial[place] = SHARES == 1 ? acc[dx][f][k] : sums[place] + acc[dx][f][k];
+              partial[place] = sums[place] + acc[dx][f][k];
             }
           }
     }
   }
 };
 
-// frames (count, SIDE / 2, SIDE / 2, 4, channels); grads (count, SIDE / 2, SIDE / 2, columns);
-// partial (blocks, 25, channels, columns)
-template <typename Stage>
-__device__ void strided_weight(char* shared, int thread, int block, int blocks, const bf16* frames, const bf16* grads,
-                               float* partial, int count) {
+// frames (count, 32, 32, 4, 16); grads (count, 32, 32, 32); partial (blocks, 25, 16, 32)
+__device__ void second_weight(char* shared, int thread, int block, int blocks, const bf16* frames, const bf16* grads,
+                              float* partial, int count) {
+  using Stage = SecondWeight;
   const Stage stage(shared, thread);
   const auto fetch = [&](int task, int buffer) {
     const int64_t frame = task / Stage::PARTS;
@@ -131,18 +127,11 @@ __device__ void strided_weight(char* shared, int thread, int block, int blocks, 
   const int tasks = count * Stage::PARTS;
   if (block < tasks) fetch(block, 0);
   commit_copies();
-  for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
-    if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
-    commit_copies();
-    wait_for_copies<1>();
-    __syncthreads();
+  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
     stage.multiply(acc, buffer);
-    __syncthreads();
-  }
+  });
   wait_for_copies<0>();
   stage.finish(partial + static_cast<int64_t>(block) * Stage::SUMS, acc);
 }
-
-using SecondWeight = StridedWeight<16, 64, 32, 2>;  // from 32 to 48 channels cuDNN is faster
 
 }  // namespace drama::cuda
