@@ -123,7 +123,7 @@ class Episode(gymnasium.Wrapper):
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except EnvironmentOutputError as error:
+        except (EnvironmentOutputError, gymnasium.error.DependencyNotInstalled) as error:
             raise self._fault(str(error)) from error
         except Exception as error:
             error.add_note(f"raised by environment {self._where()}")

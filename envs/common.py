@@ -29,7 +29,7 @@ class EnvironmentUnavailable(UnusableEnvironment):
 
 
 class EnvironmentOutputError(ValueError):
-    """An environment broke its own contract (dtype, shape, range, NaN). Restarting it would not help."""
+    """An environment broke its own contract (dtype, shape, range, NaN) or lacks a package. A restart would not help."""
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 4) -> list[str]:

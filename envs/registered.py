@@ -11,7 +11,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from envs.common import EnvironmentOutputError, UnknownEnvironment, UnusableEnvironment, resize_image
+from envs.common import (
+    EnvironmentOutputError,
+    EnvironmentUnavailable,
+    UnknownEnvironment,
+    UnusableEnvironment,
+    resize_image,
+)
 
 
 class Answers(gymnasium.Wrapper):
@@ -120,7 +126,10 @@ def build_registered(name: str, image_size: int) -> gymnasium.Env:
 
 def _make(spec: gymnasium.envs.registration.EnvSpec, **arguments: Any) -> gymnasium.Env:
     """gymnasium.make, with `Answers` below the wrappers that it adds: those unpack what they get."""
-    env = gymnasium.make(spec, disable_env_checker=True, **arguments)
+    try:
+        env = gymnasium.make(spec, disable_env_checker=True, **arguments)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise EnvironmentUnavailable(f"{spec.id}: {error}") from error
     if env is env.unwrapped:
         return Answers(env)
     innermost = env

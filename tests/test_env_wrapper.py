@@ -13,8 +13,8 @@ import torch
 
 from env_wrapper import Episode, environment_report, make_env, make_vec_env
 from envs import rendering
-from envs.common import EnvironmentOutputError, UnknownEnvironment, UnusableEnvironment
-from envs.parallel import EPISODE_KEYS
+from envs.common import EnvironmentOutputError, EnvironmentUnavailable, UnknownEnvironment, UnusableEnvironment
+from envs.parallel import EPISODE_KEYS, WorkerFailed
 from utils import load_config
 
 
@@ -182,6 +182,26 @@ def test_classic_control_by_frames(config):
     env = make_env("CartPole-v1", config, 0)
     assert len(np.unique(env.reset()[0])) > 1
     assert env.step(1)[0].shape == (64, 64, 3)
+
+
+def test_a_missing_package_is_one_line_without_restarts(register, config):
+    """Whether the environment notices when it is built or when it draws."""
+
+    class Undrawn(Numbers):
+        def render(self):
+            raise gymnasium.error.DependencyNotInstalled("brush is not installed, run `pip install brush`")
+
+    def unbuilt(**arguments):
+        raise gymnasium.error.DependencyNotInstalled("box is not installed, run `pip install box`")
+
+    with pytest.raises(EnvironmentUnavailable, match=r"^Mine/.*: box is not installed, run `pip install box`$"):
+        make_env(register(unbuilt), config, 0)
+    one_line = r"^environment 0 of 1 .*, step 0 .*: brush is not installed, run `pip install brush`$"
+    with (
+        make_vec_env(register(Undrawn), config, 1, 0, asynchronous=False) as envs,
+        pytest.raises(WorkerFailed, match=one_line),
+    ):
+        envs.reset()
 
 
 def test_registered_time_limit_truncates(register, config):
