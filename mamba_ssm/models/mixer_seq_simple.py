@@ -333,7 +333,7 @@ class MambaWrapperModel(BlockStack):
         """`forward` of sequences that start, and a new state as it is after the last row; its size does not depend on
         max_seqlen."""
         layers: list[MixerState] = []
-        deter = self.run_blocks(self._embed(stoch, action, seq_idx), seq_idx=seq_idx, left=layers)
+        deter = self.run_blocks(self._embed(stoch, action, seq_idx), seq_idx=seq_idx, final_states=layers)
         return deter, RecurrentState(tuple(layers))
 
     def _embed(self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None) -> Tensor:

@@ -82,13 +82,19 @@ def readable(state: MixerState) -> MixerState:
     return tuple(tensor.clone() for tensor in state) if torch.is_grad_enabled() else state
 
 
-def leave_state(state: MixerState | None, left: list[MixerState] | None, conv: Tensor, ssm: Tensor) -> None:
-    """What a pass leaves: in `left` a state of its own, rows without gaps, else in `state`, in place."""
-    if left is not None:
-        left.append((conv.contiguous(), ssm.contiguous()))
+def leave_state(state: MixerState | None, final_states: list[MixerState] | None, conv: Tensor, ssm: Tensor) -> None:
+    """What a pass leaves: in `final_states` a state of its own, rows without gaps, else in `state`, in place."""
+    if final_states is not None:
+        final_states.append((conv.contiguous(), ssm.contiguous()))
     else:
         state[0].copy_(conv)
         state[1].copy_(ssm)
+
+
+def check_final_states(name: str, final_states: list[MixerState] | None, *others: object) -> None:
+    """Refuse `final_states` beside any of `others`, which say otherwise where states are left."""
+    if final_states is not None and any(other is not None for other in others):
+        raise ValueError(f"{name}: final_states comes with state, cu_seqlens or inference_params, expected it alone")
 
 
 def check_packed_prompts(name: str, rows: Tensor, cu_seqlens: Tensor, inference_params: InferenceParams) -> None:

@@ -11,7 +11,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mamba_ssm.distributed.tensor_parallel import column_linear, row_linear
-from mamba_ssm.modules.cache import MixerState, RecurrentMixer, check_packed_prompts, leave_state, readable
+from mamba_ssm.modules.cache import (
+    MixerState,
+    RecurrentMixer,
+    check_final_states,
+    check_packed_prompts,
+    leave_state,
+    readable,
+)
 from mamba_ssm.modules.initialisation import inverse_softplus_of_dt, without_weight_decay
 from mamba_ssm.ops.causal_conv1d import (
     causal_conv1d_fn,
@@ -125,7 +132,7 @@ class Mamba2(RecurrentMixer):
         cu_seqlens: Tensor | None = None,
         inference_params: InferenceParams | None = None,
         state: MixerState | None = None,
-        left: list[MixerState] | None = None,
+        final_states: list[MixerState] | None = None,
     ) -> Tensor:
         """u (B, L, M), or with seqlen = L (B·L, M), of which each rank holds its B·L/W rows if it is sequence-parallel;
         seq_idx (B, L) integers, rows of different index don't see each other; cu_seqlens (S+1) integers: starts and end
@@ -134,10 +141,11 @@ class Mamba2(RecurrentMixer):
         state (conv_state (B, d_ssm + 2GN, W), ssm_state (B, H, P, N)): the pass continues from it, it belongs to the
         first row's seq_idx, and is left, in place and without gradient, as it is after the last row; with cu_seqlens
         the S sequences start, and their S final states are left. inference_params: the same with the state kept there.
-        left, without state and cu_seqlens: the state after the last row is appended to it, which saves filling and
-        copying one.
+        final_states, without state, cu_seqlens and inference_params: the state after the last row is appended to it,
+        which saves filling and copying one.
         -> like u"""
         flat = seqlen is not None
+        check_final_states("Mamba2", final_states, state, cu_seqlens, inference_params)
         check_shape("Mamba2", "u", u, "(B, L, M), (B·L, M) with seqlen", (None,) * (2 - flat) + (self.d_model,))
         zxbcdt = self.in_proj(u)
         zxbcdt = zxbcdt.unflatten(0, (-1, seqlen)) if flat else zxbcdt                    # (B, L, sum of the parts)
@@ -149,12 +157,12 @@ class Mamba2(RecurrentMixer):
                 check_packed_prompts("Mamba2", zxbcdt, cu_seqlens, inference_params)
                 batch = cu_seqlens.shape[0] - 1
             state = self.cached_state(inference_params, batch)
-        if state is None and left is None and self.use_mem_eff_path:
+        if state is None and final_states is None and self.use_mem_eff_path:
             y = self._one_operator(zxbcdt, seq_idx)
         elif state is not None and length == 1 and seq_idx is None:
             y = self._step(zxbcdt.squeeze(1), *state).unsqueeze(1)
         else:
-            y = self._scan(zxbcdt, seq_idx, cu_seqlens, state, left)
+            y = self._scan(zxbcdt, seq_idx, cu_seqlens, state, final_states)
         return self.out_proj(y.flatten(0, 1) if flat else y)
 
     def _one_operator(self, zxbcdt: Tensor, seq_idx: Tensor | None) -> Tensor:
@@ -172,7 +180,7 @@ class Mamba2(RecurrentMixer):
         seq_idx: Tensor | None,
         cu_seqlens: Tensor | None,
         state: MixerState | None,
-        left: list[MixerState] | None,
+        final_states: list[MixerState] | None,
     ) -> Tensor:
         packed = cu_seqlens is not None and state is not None                             # no state enters
         conv_state, ssm_state = (None, self._started(zxbcdt)) if state is None or packed else readable(state)
@@ -189,13 +197,13 @@ class Mamba2(RecurrentMixer):
             seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
             return_varlen_states=packed,
         )  # fmt: skip
-        if state is not None or left is not None:
+        if state is not None or final_states is not None:
             inputs = inputs.detach()
             if packed:
                 window = causal_conv1d_varlen_states(inputs[0].transpose(0, 1), cu_seqlens, self.d_conv)
             else:
                 window = causal_conv1d_window(inputs, self.d_conv, seq_idx, conv_state)
-            leave_state(state, left, window, states[-1].detach())
+            leave_state(state, final_states, window, states[-1].detach())
         y = y.flatten(-2)
         return self._with_mlp(self.norm(y, z) if self.rmsnorm else y, gate, value)
 

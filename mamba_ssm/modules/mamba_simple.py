@@ -13,6 +13,7 @@ from torch import nn
 from mamba_ssm.modules.cache import (
     MixerState,
     RecurrentMixer,
+    check_final_states,
     check_packed_prompts,
     leave_state,
     packed_of_rows,
@@ -97,7 +98,7 @@ class Mamba(RecurrentMixer):
         seq_idx: Tensor | None = None,
         state: MixerState | None = None,
         cu_seqlens: Tensor | None = None,
-        left: list[MixerState] | None = None,
+        final_states: list[MixerState] | None = None,
     ) -> Tensor:
         """hidden_states (B, L, M); seq_idx (B, L) integers, rows of different index don't see each other; cu_seqlens
         (S+1) integers: starts and end of sequences packed into B = 1 row.
@@ -105,9 +106,10 @@ class Mamba(RecurrentMixer):
         state (conv_state (B, D, W), ssm_state (B, D, N)): the pass continues from it, it belongs to the first row's
         seq_idx, and is left, in place and without gradient, as it is after the last row; with cu_seqlens the S
         sequences start, and their S final states are left. inference_params: the same with the state kept there.
-        left, without state and cu_seqlens: the state after the last row is appended to it, which saves filling and
-        copying one.
+        final_states, without state, cu_seqlens and inference_params: the state after the last row is appended to it,
+        which saves filling and copying one.
         -> (B, L, M)"""
+        check_final_states("Mamba", final_states, state, cu_seqlens, inference_params)
         check_shape("Mamba", "hidden_states", hidden_states, "(B, L, d_model)", (None, None, self.d_model))
         batch, longest = hidden_states.shape[:2]
         if cu_seqlens is not None and seq_idx is None:
@@ -122,23 +124,23 @@ class Mamba(RecurrentMixer):
         xz = self.in_proj(hidden_states).transpose(1, 2)                                  # (B, 2D, L)
         if state is not None and cu_seqlens is not None:
             return self._scan_packed(xz, seq_idx, cu_seqlens, longest, state)
-        if state is not None or left is not None or not self.use_fast_path:
-            return self._scan(xz, seq_idx, state, left)
+        if state is not None or final_states is not None or not self.use_fast_path:
+            return self._scan(xz, seq_idx, state, final_states)
         return mamba_inner_fn(
             xz, self.conv1d.weight, self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight, self.out_proj.weight,
             self.out_proj.bias, self._A(), D=self.D, delta_bias=self.dt_proj.bias, seq_idx=seq_idx,
         )  # fmt: skip
 
     def _scan(
-        self, xz: Tensor, seq_idx: Tensor | None, state: MixerState | None, left: list[MixerState] | None
+        self, xz: Tensor, seq_idx: Tensor | None, state: MixerState | None, final_states: list[MixerState] | None
     ) -> Tensor:
         conv_state, ssm_state = (None, None) if state is None else readable(state)
         x, z = xz.chunk(2, dim=1)                                                         # (B, D, L) each
         inputs = self._scan_inputs(x, seq_idx, conv_state)
         y, last_state = self._selective_scan(*inputs, z, seq_idx=seq_idx, initial_state=ssm_state)
-        if state is not None or left is not None:
+        if state is not None or final_states is not None:
             window = causal_conv1d_window(x.detach(), self.d_conv, seq_idx, conv_state)
-            leave_state(state, left, window, last_state.detach())
+            leave_state(state, final_states, window, last_state.detach())
         return self.out_proj(y.transpose(1, 2))
 
     def _scan_packed(

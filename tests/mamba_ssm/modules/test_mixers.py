@@ -69,6 +69,12 @@ def test_pass_equals_steps(mixer, length, prefix):
         assert_close(left, right, 1e-10)
 
 
+def test_final_states_are_for_sequences_that_start(mixer):
+    """Beside a state it would be left as it was, unnoticed."""
+    with pytest.raises(ValueError, match="final_states comes with state"):
+        mixer(draw(3), state=mixer.allocate_inference_cache(2, None), final_states=[])
+
+
 @torch.no_grad()
 @settings(max_examples=15, deadline=None)
 @given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=5), seed=st.integers(0, 99))
