@@ -11,6 +11,7 @@ what it then adds to the folder is not in the file. Frames of a game shrink to a
 
 import contextlib
 import itertools
+import logging
 import os
 import tarfile
 from collections.abc import Sequence
@@ -22,8 +23,10 @@ from tools.checkpoints import CheckpointError, CheckpointFolder, check_files, re
 from tools.provenance import ORIGIN
 from utils import RUN_CONFIG_NAME
 
+logger = logging.getLogger("drama.tools")
+
 COMPRESSION = 6  # of gzip: 100,000 frames of Pong take 11 MB; 18 at level 1; 9 at level 9, four times as long
-PICTURES = ("reconstruction_*", "open_loop_*", "learning_curve*")
+PICTURES = ("reconstruction_*", "open_loop_*", "final_obs_*", "learning_curve*")
 KEPT = (RUN_CONFIG_NAME, ORIGIN, "metrics.jsonl", "tb/*", "eval/*/*")
 ATTEMPTS = 3  # a run that trains may remove what is about to be read: its newest checkpoint is then another
 
@@ -65,9 +68,11 @@ def _open_newest(run: Path, stack: contextlib.ExitStack) -> tuple[Path, list[Bin
 
 def _newest_sound(run: Path) -> Path:
     for checkpoint in reversed(CheckpointFolder(run / "ckpt").complete()):
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
+        try:
             check_files(checkpoint)
             return checkpoint
+        except (CheckpointError, FileNotFoundError) as error:
+            logger.warning("%s is not what is archived: %s", checkpoint, error)
     raise CheckpointError(f"{run}: no sound checkpoint in it to go on from")
 
 

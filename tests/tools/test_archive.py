@@ -48,6 +48,8 @@ def test_an_archive_has_what_a_run_goes_on_with_and_no_more(half, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(half, run)
     (run / "videos" / "evaluation_000000020.mp4").write_bytes(b"a film")
+    for step in (20, 40):
+        (run / "pictures" / f"final_obs_{step:09d}.png").write_bytes(b"a picture")
     (run / "eval" / "step_000000020").mkdir()
     (run / "eval" / "step_000000020" / "summary.json").write_text("{}")
     archive_run(run, tmp_path / "a.tar.gz")
@@ -56,18 +58,21 @@ def test_an_archive_has_what_a_run_goes_on_with_and_no_more(half, tmp_path):
     assert all(name.startswith("run/") for name in found)
     assert folders == {"config.yaml", "origin.json", "metrics.jsonl", "ckpt", "replay", "tb", "eval", "pictures"}
     assert {name.split("/")[2] for name in found if "/ckpt/" in name} == {"step_000000040"}
-    assert sum("/pictures/" in name for name in found) == 3
+    pictures = sorted(name.split("/")[2] for name in found if "/pictures/" in name)
+    newest = [f"{kind}_000000040.png" for kind in ("final_obs", "open_loop", "reconstruction")]
+    assert pictures == sorted([*newest, "learning_curve.png"])
     manifest = json.loads((run / "ckpt" / "step_000000040" / "replay.json").read_text())
     assert {name.split("/")[2] for name in found if "/replay/" in name} == set(manifest_files(manifest))
     assert set(manifest_files(manifest)) < set(os.listdir(run / "replay")), "the older checkpoint's are left out"
 
 
-def test_a_damaged_checkpoint_is_not_what_is_archived(half, tmp_path):
+def test_a_damaged_checkpoint_is_not_what_is_archived(half, tmp_path, caplog):
     run = tmp_path / "run"
     shutil.copytree(half, run)
     train = run / "ckpt" / "step_000000040" / "train.pt"
     train.write_bytes(bytes(train.stat().st_size))
     assert archive_run(run, tmp_path / "a.tar.gz").checkpoint == "step_000000020"
+    assert "step_000000040 is not what is archived" in caplog.text
     assert train.exists(), "the run may be training: nothing is renamed under it"
     shutil.rmtree(run / "ckpt" / "step_000000020")
     with pytest.raises(CheckpointError, match="no sound checkpoint"):
