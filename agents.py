@@ -403,7 +403,7 @@ class PPOAgent(ActorCriticAgent):
                 scale = self.return_scale.update(target, rollout.weight)
             advantage = (target - value) / scale
             steps = [*as_acted, *(x.flatten() for x in (advantage, target, slow_target))]  # (B·H, ...) each
-            for index in self._minibatches(rollout.reward):
+            for index in self._minibatches(rollout.reward.numel(), rollout.reward.device):
                 counted.append(going)
                 loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
                 metrics |= self.optimiser.update(loss, enabled=going)
@@ -428,12 +428,11 @@ class PPOAgent(ActorCriticAgent):
         self._minibatch_loss = compiled(self._minibatch_loss)
         self._after_update = compiled(self._after_update)
 
-    def _minibatches(self, of: Tensor) -> Sequence[Tensor | slice]:
-        """What to take of the steps of `of` (B, H) for each minibatch of a shuffled pass. One minibatch of all needs no
-        order."""
-        if of.numel() <= self.minibatch:
+    def _minibatches(self, num_steps: int, device: torch.device) -> Sequence[Tensor | slice]:
+        """Which of the steps each minibatch of a shuffled pass takes. One minibatch of all needs no order."""
+        if num_steps <= self.minibatch:
             return [slice(None)]
-        return torch.rand(of.numel(), device=of.device).argsort().split(self.minibatch)
+        return torch.rand(num_steps, device=device).argsort().split(self.minibatch)
 
     @torch.no_grad()
     def _judge(self, rollout: Rollout, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

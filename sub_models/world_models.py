@@ -497,7 +497,7 @@ class WorldModel(nn.Module):
         noise (H, B, ...) -> feature (B, H+1, F), action (B, H) or (B, H, A), its log-probability (B, H), and no normed
         features."""
         features, actions, log_probs = [], [], []
-        for ticket, noise in zip(latent_ticket, action_noise, strict=False):
+        for ticket, noise in zip(latent_ticket[:-1], action_noise, strict=True):
             feature, encoded_action, action, log_prob = self._draw(policy, deter, ticket, noise)
             deter = self.sequence_model.step(feature[:, : self.stoch_dim], encoded_action, state)
             features.append(feature)
