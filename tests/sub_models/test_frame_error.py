@@ -9,7 +9,9 @@ from sub_models.space_to_depth import depth_to_space
 from sub_models.world_models import Decoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU the kernels run through Triton's interpreter
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # of dx, which the interpreter cuts off; all else is float32
+# Of a decoder's gradients, whose convolutions are TF32 on a GPU.
+DECODER = {"rtol": 1e-3, "atol": 2e-3} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 5e-5}
 
 
 def inputs(frames, height, width, channels, spare, dtype):
@@ -40,9 +42,9 @@ def test_error_and_gradients(frames, height, width, channels, spare, dtype):
     judged = [x.detach().double().requires_grad_() for x in (rows, bias)]
     expected = plain(*judged, obs)
     (expected * weight).sum().backward()
-    tolerance = TOLERANCES[dtype]
     assert error.dtype == torch.float32
-    for got, true in ((error, expected), (rows.grad, judged[0].grad), (bias.grad, judged[1].grad)):
+    gradients = (rows.grad, judged[0].grad, ROUNDING[dtype]), (bias.grad, judged[1].grad, 1e-5)
+    for got, true, tolerance in ((error, expected, 1e-5), *gradients):
         assert (got.double() - true).norm() <= tolerance * true.norm()
     assert (rows.grad[..., 4 * channels :] == 0).all()
 
@@ -73,7 +75,7 @@ def test_a_decoder_measures_the_error_of_its_frames(channels, monkeypatch):
         results.append((error, *torch.autograd.grad(error.mean(), [stoch, *decoder.parameters()])))
     names = ["error", "stoch", *(name for name, _ in decoder.named_parameters())]
     for name, got, expected in zip(names, *reversed(results), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-3, msg=name)
+        torch.testing.assert_close(got, expected, **DECODER, msg=name)
 
 
 def test_only_decoders_that_end_in_a_sigmoid_measure_it():
