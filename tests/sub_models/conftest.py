@@ -1,6 +1,7 @@
 """The native convolutions' operators on CPU tensors, by their kernels' own source built for the CPU."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from sub_models.native_convolutions import NO_KERNELS, register_fakes
+from sub_models.native_convolutions import FAKES, NO_KERNELS, register_fakes
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "convolutions"
 BLOCKS = 2  # of threads, so that one takes several frames where there are more
+KERNELS = {  # of operators, where they go by another name or by the rows' height
+    "strided": {32: "strided_second", 16: "strided_third"},
+    "spread": {32: "spread_pixels"},
+    "strided_weight_gradient": {32: "second_weight_gradient"},
+}
 
 
 @pytest.fixture(scope="session")
@@ -25,65 +31,25 @@ def emulated_convolutions(tmp_path_factory):
     kernels = ctypes.CDLL(str(path))
     operators = torch.library.Library("drama_native", "FRAGMENT")
 
-    def register(schema, kernel_of, out_of):
+    def register(name, schema):
         def run(*tensors):
             tensors = [x.contiguous() for x in tensors]
-            out = out_of(*tensors)
-            pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*tensors, out)]
-            assert getattr(kernels, kernel_of(tensors[0]))(*pointers, len(tensors[0]), BLOCKS) == 0, "bank conflicts"
-            return out.sum(0) if name.endswith("weight_gradient") else out
+            out, sums = FAKES[name](*tensors), name.endswith("weight_gradient")
+            if sums:  # each block of threads leaves its own
+                out = out.new_empty(BLOCKS, *out.shape)
+            pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*tensors, out.fill_(float("nan")))]
+            kernel = KERNELS[name][tensors[0].shape[1]] if name in KERNELS else name
+            assert getattr(kernels, kernel)(*pointers, len(tensors[0]), BLOCKS) == 0, "bank conflicts"
+            return out.sum(0) if sums else out
 
-        name = schema.split("(")[0]
         if not hasattr(torch.ops.drama_native, name):
             operators.define(schema)
         operators.impl(name, run, "CPU")
 
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.full(shape, float("nan"), dtype=dtype)
-
-    def strided_out(x, weights):
-        return empty(*x.shape[:3], 32 if x.shape[1] == 32 else 48)
-
-    register(
-        "encoder_front(Tensor frames, Tensor weights, Tensor shifts) -> Tensor",
-        lambda x: "encoder_front",
-        lambda x, *_: empty(len(x), 16, 16, 128),
-    )
-    register(
-        "encoder_third(Tensor rows, Tensor weights, Tensor shifts) -> Tensor",
-        lambda x: "encoder_third",
-        lambda x, *_: empty(len(x), 8, 8, 192),
-    )
-    register(
-        "strided(Tensor rows, Tensor weights) -> Tensor",
-        lambda x: "strided_second" if x.shape[1] == 32 else "strided_third",
-        strided_out,
-    )
-    register(
-        "spread(Tensor rows, Tensor weights) -> Tensor",
-        lambda _: "spread_pixels",
-        lambda x, _: empty(len(x), 32, 32, 64),
-    )
-    register(
-        "to_colours(Tensor rows, Tensor weights) -> Tensor",
-        lambda x: "to_colours",
-        lambda x, _: empty(len(x), 32, 32, 16),
-    )
-    register(
-        "from_colours(Tensor rows, Tensor weights) -> Tensor",
-        lambda x: "from_colours",
-        lambda x, _: empty(len(x), 32, 32, 64),
-    )
-    register(
-        "colour_weight_gradient(Tensor grads, Tensor rows) -> Tensor",
-        lambda x: "colour_weight_gradient",
-        lambda *_: empty(BLOCKS, 64, 120, dtype=torch.float32),
-    )
-    register(
-        "strided_weight_gradient(Tensor rows, Tensor grads) -> Tensor",
-        lambda _: "second_weight_gradient",
-        lambda *_: empty(BLOCKS, 25, 16, 32, dtype=torch.float32),
-    )
+    schemas = re.findall(r'm\.def\("((\w+)\(.*?)"\)', (SOURCES / "convolution_ops.cpp").read_text())
+    assert {name for _, name in schemas} == set(FAKES)
+    for schema, name in schemas:
+        register(name, schema)
     if NO_KERNELS is not None:
         register_fakes()
     return operators
