@@ -415,6 +415,15 @@ def test_metrics_do_not_depend_on_where_a_run_was_cut(tmp_path):
     assert metrics_of(whole) == metrics_of(half)
 
 
+def test_a_finished_run_keeps_its_last_line(tmp_path):
+    """Nothing replaces the line of its last interval: neither where it is resumed in vain nor where that is refused."""
+    folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 47)
+    before = (folder / "metrics.jsonl").read_bytes()
+    for extra, code in (((), 0), (("--BasicSettings.Env_name", "Toy/Reach-v0"), 1)):
+        assert main(["--resume", str(folder), *extra]) == code
+        assert (folder / "metrics.jsonl").read_bytes() == before
+
+
 def make_trainers(tmp_path, *extra):
     config = load_config([*words(tmp_path), "--BasicSettings.Device", "auto", *extra], "train.py").config
     device = resolve_device("auto")

@@ -14,7 +14,8 @@
     RUN/lock            held while a process trains in the folder
 
 A step of the loop logs first and saves last: on resume the metric lines past the checkpoint's step are cut. A run that
-ends inside a log interval writes a line of it behind its last checkpoint, which is cut on resume as well.
+ends inside a log interval writes a line of it behind its last checkpoint; the first line of a run that goes on takes
+its place, so that one which is at its end, or is refused, keeps it.
 Letters: N sequences, T frames of a sequence, H×W pixels.
 """
 
@@ -173,10 +174,14 @@ class MetricSums:
 
 
 class MetricsFile:
-    """metrics.jsonl: whole lines only. While the disk is full, lines wait in memory and go out with one that fits."""
+    """metrics.jsonl: whole lines only. While the disk is full, lines wait in memory and go out with one that fits.
+
+    The line of an interval that the run ended in gives way to the first that is written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._gives_way = _start_of_partial_line(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._waiting: deque[bytes] = deque(maxlen=UNWRITTEN_LINES)
         self._full = False
@@ -184,6 +189,9 @@ class MetricsFile:
     def write(self, line: Mapping[str, float]) -> None:
         self._waiting.append(json.dumps(line).encode() + b"\n")
         try:
+            if self._gives_way is not None:
+                os.ftruncate(self._descriptor, self._gives_way)
+                self._gives_way = None
             self._drain()
         except OSError as error:
             if not self._full:
@@ -222,21 +230,22 @@ class MetricsFile:
         self._full = False
 
 
+def _start_of_partial_line(path: Path) -> int | None:
+    """Where in metrics.jsonl the line of an interval that the run ended in begins; None if its last line is none."""
+    *before, last = (path.read_bytes() if path.exists() else b"").splitlines(keepends=True) or [b""]
+    return sum(map(len, before)) if PARTIAL_INTERVAL in (_record_of(last) or {}) else None
+
+
 def cut_metrics(path: str | Path, last_step: int) -> int:
-    """Keep the whole lines of metrics.jsonl up to `last_step`, but that of an interval which a run that goes on from
-    there completes; returns how many lines went."""
+    """Keep the whole lines of metrics.jsonl up to `last_step`; returns how many lines went."""
     path = Path(path)
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (record := _record_of(line)) and _stays(record, last_step)]
+    kept = [line for line in lines if (record := _record_of(line)) and record["step"] <= last_step]
     if len(kept) < len(lines):
         write_atomic(path, b"".join(kept))
     return len(lines) - len(kept)
-
-
-def _stays(record: Mapping[str, Any], last_step: int) -> bool:
-    return record["step"] < last_step or (record["step"] == last_step and PARTIAL_INTERVAL not in record)
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
