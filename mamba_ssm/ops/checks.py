@@ -13,8 +13,14 @@ def are_real_on_one_device(tensors: Iterable[Tensor | None]) -> bool:
     """Whether all tensors that are given hold real floating-point numbers and are on one device.
 
     Quick, for operators whose launch waits for their checks: where the usual case is right, none by name is needed."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return len({tensor.device for tensor in given}) == 1 and {tensor.dtype for tensor in given} <= _REAL
+    device = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in _REAL or (device is not None and tensor.device != device):
+            return False
+        device = tensor.device if device is None else device
+    return device is not None
 
 
 def check_shape(operator: str, name: str, tensor: Tensor | None, letters: str, *shapes: Sequence[int | None]) -> None:

@@ -284,16 +284,28 @@ void store_state(void* to, int64_t index, Block block, int64_t N, const SV* stat
   }
 }
 
-inline float sum_lanes(Vec<float> x) {
-  float total = 0;
-  for (int64_t lane = 0; lane < kLanes<float>; ++lane) total += x[lane];
-  return total;
-}
-inline double sum_lanes(Vec<double> x) {
-  double total = 0;
-  for (int64_t lane = 0; lane < kLanes<double>; ++lane) total += x[lane];
-  return total;
-}
+template <typename R, int64_t lanes>
+struct Sum {
+  typedef R V __attribute__((vector_size(lanes * sizeof(R)), may_alias));
+  static inline R of(V x) {
+    typename Sum<R, lanes / 2>::V halves[2];
+    __builtin_memcpy(halves, &x, sizeof(x));
+    return Sum<R, lanes / 2>::of(halves[0] + halves[1]);
+  }
+};
+template <>
+struct Sum<float, 4> {
+  typedef float V __attribute__((vector_size(16), may_alias));
+  static inline float of(V x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+};
+template <>
+struct Sum<double, 2> {
+  typedef double V __attribute__((vector_size(16), may_alias));
+  static inline double of(V x) { return x[0] + x[1]; }
+};
+// Halves onto halves: lane after lane, each addition would wait for the one before.
+inline float sum_lanes(Vec<float> x) { return Sum<float, kLanes<float>>::of(x); }
+inline double sum_lanes(Vec<double> x) { return Sum<double, kLanes<double>>::of(x); }
 template <typename V>
 inline auto sum_lanes(Pair<V> x) { return Pair<decltype(sum_lanes(x.re))>{sum_lanes(x.re), sum_lanes(x.im)}; }
 
@@ -604,19 +616,21 @@ inline V load_lanes(const R* from, int64_t count) {
 
 // One step of one channel, vectorised over the state: h <- exp(Δ A) h + Δ x B; gives Σ C h.
 template <typename R>
-inline R step_channel(const StepArguments& p, R* h, const R* A, const R* B, const R* C, R delta, R drive) {
+__attribute__((always_inline)) inline R step_channel(const StepArguments& p, R* h, const R* A, const R* B, const R* C,
+                                                     R delta, R drive) {
   using V = Vec<R>;
   const bool one_decay = p.A_state_stride == 0;
   const V shared = one_decay ? exp2_vector(broadcast<V>(delta * A[0] * R(kLog2e))) : V{};
   V total{};
-  for (int64_t n = 0; n < p.state; n += kLanes<R>) {
-    const int64_t count = p.state - n < kLanes<R> ? p.state - n : kLanes<R>;
+  const auto advance = [&](int64_t n, int64_t count) __attribute__((always_inline)) {
     const V decay = one_decay ? shared : exp2_vector(load_lanes<V>(A + n, count) * (delta * R(kLog2e)));
     const V state = decay * load_lanes<V>(h + n, count) + drive * load_lanes<V>(B + n, count);
     total = total + state * load_lanes<V>(C + n, count);
-    if (count == kLanes<R>) __builtin_memcpy(h + n, &state, sizeof(V));
-    else __builtin_memcpy(h + n, &state, count * sizeof(R));
-  }
+    __builtin_memcpy(h + n, &state, count * sizeof(R));
+  };
+  int64_t n = 0;
+  for (; n + kLanes<R> <= p.state; n += kLanes<R>) advance(n, kLanes<R>);  // a constant: whole vectors, no copies
+  if (n < p.state) advance(n, p.state - n);
   return sum_lanes(total);
 }
 
@@ -629,6 +643,13 @@ void step(const StepArguments& p, int64_t begin, int64_t end) {
     const auto at = [&](const Strided& x, int64_t channel) {
       return static_cast<const R*>(x.data) + b * x.batch_stride + head * x.head_stride + channel * x.channel_stride;
     };
+    const auto channels = [&](const Strided& x, int64_t first, int64_t count) {  // zeros where x is not given
+      V values{};
+      if (x.data == nullptr) return values;
+      if (x.channel_stride == 1) return load_lanes<V>(at(x, first), count);
+      for (int64_t i = 0; i < count; ++i) values[i] = *at(x, first + i);
+      return values;
+    };
     const auto projected = [&](const Strided& x, int64_t groups) {
       return static_cast<const R*>(x.data) + b * x.batch_stride + head / (p.heads / groups) * x.head_stride;
     };
@@ -637,21 +658,21 @@ void step(const StepArguments& p, int64_t begin, int64_t end) {
     R* out = static_cast<R*>(p.out) + (b * p.heads + head) * p.head_channels;
     for (int64_t first = 0; first < p.head_channels; first += lanes) {
       const int64_t count = p.head_channels - first < lanes ? p.head_channels - first : lanes;
-      V x{}, delta{}, z{}, y{};
-      for (int64_t i = 0; i < count; ++i) {
-        x[i] = *at(p.x, first + i);
-        delta[i] = *at(p.dt, first + i) + (p.dt_bias.data ? *at(p.dt_bias, first + i) : R(0));
-        if (p.z.data) z[i] = *at(p.z, first + i);
-      }
+      const V x = channels(p.x, first, count);
+      V delta = channels(p.dt, first, count) + channels(p.dt_bias, first, count);
       if (p.dt_softplus) delta = softplus_vector<R>(delta);
       const V drive = delta * x;
+      V y{};
       for (int64_t i = 0; i < count; ++i) {
         const int64_t channel = first + i;
         y[i] = step_channel<R>(p, h + channel * p.h_channel_stride, at(p.A, channel), B, C, delta[i], drive[i]);
-        if (p.D.data) y[i] += *at(p.D, channel) * x[i];
       }
-      if (p.z.data) y = y * z * sigmoid_vector<R>(z);
-      for (int64_t i = 0; i < count; ++i) out[first + i] = y[i];
+      if (p.D.data) y = y + channels(p.D, first, count) * x;
+      if (p.z.data) {
+        const V z = channels(p.z, first, count);
+        y = y * z * sigmoid_vector<R>(z);
+      }
+      __builtin_memcpy(out + first, &y, count * sizeof(R));
     }
   }
 }

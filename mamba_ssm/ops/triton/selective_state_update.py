@@ -122,8 +122,9 @@ register_triton("selective_state_update", "selective_state_update_kernels", "sel
 
 def _is_usual(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices) -> bool:
     """Whether the arguments are right in the commonest way, B and C (B, N) or one group: a step waits for this."""
-    shape, sizes = x.shape, state.shape
-    if len(shape) not in (2, 3) or state_batch_indices is not None or sizes[:-1] != shape:
+    sizes = tuple(state.shape)                                       # slices of it cost less than a torch.Size's
+    shape = sizes[:-1]
+    if len(shape) not in (2, 3) or state_batch_indices is not None or x.shape != shape:
         return False
     per_channel, projections = shape[1:], ((shape[0], sizes[-1]), (shape[0], 1, sizes[-1]))
     return (
