@@ -70,12 +70,14 @@ class FeatureNorm(nn.Module):
         total = weight.sum()
         share = weight.unsqueeze(-1) / total.clamp(min=1.0)
         axes = tuple(range(feature.dim() - 1))
-        # Both sums in one pass: moments about the running mean, which is close enough for the variance not to cancel.
-        centred = feature - self.mean
+        # Both sums in one pass: moments about the running mean, at first about a row of the batch, either of which is
+        # close enough for the variance not to cancel.
+        centre = torch.where(self.updates == 0, feature[(0,) * len(axes)], self.mean)
+        centred = feature - centre
         shift = (centred * share).sum(axes)
         batch_variance = ((centred.square() * share).sum(axes) - shift.square()).clamp(min=0.0)
         counts = (total > 0) & torch.isfinite(batch_variance).all()  # nor is the mean otherwise
-        shift = torch.where(counts, shift, 0.0)
+        shift = torch.where(counts, shift + (centre - self.mean), 0.0)  # of the mean
         batch_variance = torch.where(counts, batch_variance, self.variance)
         rate = torch.where(self.updates == 0, 1.0, 1.0 - self.decay) * counts
         # variance of the mixture of the two populations, with shares 1 - rate and rate

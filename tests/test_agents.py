@@ -65,6 +65,17 @@ def test_feature_norm_takes_the_first_batch_and_then_averages_exactly():
     torch.testing.assert_close(norm(x), (x - mean) / (square - mean**2 + VARIANCE_FLOOR).sqrt())
 
 
+@pytest.mark.parametrize("mean", [0.0, 100.0, 10_000.0])
+def test_feature_norm_finds_a_small_variance_about_a_large_mean(mean):
+    """The first batch has no running mean near it."""
+    norm = FeatureNorm(2)
+    feature = mean + torch.randn(64, 15, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.0])
+    norm.update(feature, torch.ones(64, 15))
+    expected = feature.double().var((0, 1), correction=0).float()
+    assert torch.allclose(norm.variance, expected, rtol=1e-3, atol=1e-6)
+    assert torch.allclose(norm.mean, feature.double().mean((0, 1)).float(), rtol=1e-6, atol=1e-6)
+
+
 def test_feature_norm_ignores_dead_steps_and_empty_batches():
     norm = FeatureNorm(2)
     feature = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1e6, 1e6]])
