@@ -112,6 +112,9 @@ class Recall(ToyEnv):
         self.time = 0
         return self._draw(), {}
 
+    def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state({"delay": self.longest_delay, **state})  # states of earlier versions, which did not vary it
+
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         answers = self.delay + 1 < self.time <= self.delay + self.QUESTION
         reward = 1.0 / (self.QUESTION - 1) if answers and int(action) == self.colour else 0.0

@@ -141,6 +141,15 @@ def test_state_restores_the_future(name):
             assert np.array_equal(first.reset()[0], second.reset()[0])
 
 
+def test_recall_goes_on_from_a_state_that_knows_no_delay():
+    """A run that was begun before the delay could vary."""
+    first, second = build_toy("Toy/Recall-v0", 32, 4, False), build_toy("Toy/Recall-v0", 32, 4, False)
+    first.reset(seed=5)
+    first.step(0)
+    second.set_state({name: value for name, value in first.get_state().items() if name != "delay"})
+    assert second.get_state() == first.get_state()
+
+
 def test_unknown_toy_names_the_nearest():
     with pytest.raises(UnknownEnvironment, match="nearest: Toy/Catch-v0"):
         build_toy("Toy/Cach-v0", 32, 0, False)
