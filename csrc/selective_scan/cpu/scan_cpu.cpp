@@ -2,6 +2,7 @@
 #include "../scan_ops.h"
 #include "scan_kernels.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
@@ -248,7 +249,7 @@ at::Tensor state_update(at::Tensor& state, const at::Tensor& x, const at::Tensor
     TORCH_CHECK_INDEX(row >= 0 && row < state.size(0), "selective_state_update: state_batch_indices holds ", row,
                       ", expected rows of state, 0 to ", state.size(0) - 1);
   }
-  const auto out = at::empty(input.sizes(), input.options());
+  const at::Tensor out = at::detail::empty_cpu(input.sizes(), real);  // not dispatched, as at::empty would be
 
   StepArguments p{};
   p.batch = x.size(0);
