@@ -469,6 +469,7 @@ def open_run(config: Any, resume: str | Path | None = None) -> "Run":
     place = resume if resume is not None else f"BasicSettings.RunDir {config.BasicSettings.RunDir}"
     try:
         if resume is not None:
+            _refuse_stored_result(Path(resume))
             return Run(Path(resume), config, resumed=True)
         device = resolve_device(config.BasicSettings.Device)
         prepare_determinism(config.BasicSettings.Deterministic, device)  # naming the GPU starts CUDA
@@ -479,6 +480,12 @@ def open_run(config: Any, resume: str | Path | None = None) -> "Run":
         return Run(folder, config, resumed=False)
     except OSError as error:
         raise RunError(f"{place}: no run can be stored there ({error_reason(error)})") from None
+
+
+def _refuse_stored_result(folder: Path) -> None:
+    """What `eval.py --store` made has a card and no checkpoints: a run that began again there would cut its metrics."""
+    if (folder / "CARD.md").exists() and not any((folder / "ckpt").glob("*")):
+        raise RunError(f"{folder}: a stored result has no checkpoint to go on from; python eval.py {folder} plays it")
 
 
 def _settle_config(folder: Path, given: Any) -> Any:

@@ -125,6 +125,15 @@ def test_resuming_what_is_no_run_says_what_is_there(tmp_path):
         open_run(None, tmp_path / "a")
 
 
+def test_a_stored_result_is_not_resumed(config, tmp_path):
+    """Beginning again in its folder would cut its metrics."""
+    (tmp_path / "CARD.md").write_text("# A card")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(RunError, match="a stored result has no checkpoint to go on from"):
+        open_run(config, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"CARD.md", "metrics.jsonl"}
+
+
 def test_overrides_on_resume_are_kept_and_told(config, tmp_path, caplog):
     """Extending a run must not be silently ignored, nor silently done."""
     with open_run(config) as run:
