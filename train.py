@@ -44,7 +44,6 @@ from tools.run import EPISODE_RETURN, Run, RunError, check_trackers, open_run
 from utils import (
     Config,
     ConfigError,
-    config_from_dict,
     config_from_older,
     flatten_config,
     get_rng_state,
@@ -314,7 +313,7 @@ def debug_batch(path: str, given: Mapping[str, Any]) -> None:
     """Repeat the update that ended a run, and print which tensors are not finite."""
     fault = read_fault(path)
     saved = read_model(fault.model)
-    config = override_config(config_from_dict(saved.config), given)
+    config = override_config(config_from_older(saved.config), given)
     basic = config.BasicSettings
     world_model, agent = build_from(saved, config, resolve_device(basic.Device))
     check_fits(fault, world_model, agent, (basic.ImageSize, basic.ImageSize, basic.ImageChannel))
