@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.triton.launch import why_not
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
@@ -231,7 +232,7 @@ def _kernels_take(*tensors: Tensor) -> bool:
     return (
         NO_KERNELS is None
         and all(tensor.is_cuda and tensor.dtype == torch.float32 for tensor in tensors)
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        and not is_differentiated(tensors)
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.triton.launch import why_not
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
@@ -39,7 +40,7 @@ def can_draw(logits: Tensor) -> bool:
         NO_KERNELS is None
         and logits.is_cuda
         and logits.dtype != torch.float64
-        and not (torch.is_grad_enabled() and logits.requires_grad)
+        and not is_differentiated((logits,))
     )
 
 

@@ -23,6 +23,11 @@ def are_real_on_one_device(tensors: Iterable[Tensor | None]) -> bool:
     return device is not None
 
 
+def is_differentiated(arguments: Iterable[object]) -> bool:
+    """Whether autograd is to follow an operator with these arguments; those that are no tensors do not count."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
 def check_shape(operator: str, name: str, tensor: Tensor | None, letters: str, *shapes: Sequence[int | None]) -> None:
     """Raise ValueError unless `tensor` is None or has one of `shapes` (None in a shape: any size).
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.timing import can_measure, launched_milliseconds
 
 Tensor = torch.Tensor
@@ -74,7 +75,7 @@ def is_faster(ours: Callable, x: Tensor, weight: Tensor, bias: Tensor | None, ac
 
 
 def _class_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> ConvClass:
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    needed = is_differentiated((x, weight, bias))
     sizes = (1 << (size.bit_length() - 1) for size in x.shape)
     return ConvClass(
         x.device, x.dtype, weight.dtype, *sizes, weight.shape[1], x.stride(2) != 1, bias is not None, activation, needed

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from mamba_ssm.ops import conv1d_package
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_window
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, silu_slope
@@ -408,7 +409,7 @@ def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     """`mamba_ssm.ops.causal_conv1d.causal_conv1d_update` for one row at a time; nothing is differentiated."""
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, conv_state, weight, bias))
+    wanted = is_differentiated((x, conv_state, weight, bias))
     reason = None
     if x.dim() == 3 and x.shape[2] != 1:
         reason = "the kernel takes one row at a time"

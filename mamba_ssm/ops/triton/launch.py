@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.tiers import register, register_unavailable
 
 Tensor = torch.Tensor
@@ -66,7 +67,7 @@ def differentiate(name: str, backward: Callable, setup_context: Callable) -> Non
     function = type(name, (torch.autograd.Function,), methods)
 
     def run(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if is_differentiated(inputs):
             return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_update
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.causal_conv1d_kernels import convolve_one
@@ -268,7 +269,7 @@ def mamba_step(
 def _why_not(tensors: tuple[Tensor | None, ...]) -> str | None:
     if accumulate_dtype(*tensors) == torch.float64:
         return "the kernels take no float64"
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if is_differentiated(tensors):
         return "the kernels have no gradient"
     return None
 

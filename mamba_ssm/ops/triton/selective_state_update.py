@@ -10,7 +10,14 @@ import torch.nn.functional as F
 
 from mamba_ssm.ops._native import register_native
 from mamba_ssm.ops._native import selective_state_update as native_state_update
-from mamba_ssm.ops.checks import are_real_on_one_device, check_device, check_floating, check_integer, check_shape
+from mamba_ssm.ops.checks import (
+    are_real_on_one_device,
+    check_device,
+    check_floating,
+    check_integer,
+    check_shape,
+    is_differentiated,
+)
 from mamba_ssm.ops.numerics import accumulate_dtype, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator
 from mamba_ssm.ops.triton.launch import register_triton
@@ -93,7 +100,7 @@ def _update_native(*arguments):
     a head that shares A takes one exponential there, but one for each element in C++, in vectors of 16 states. A batch
     of 128 with 4 heads of 32 channels and 8 states took 0.29 ms, was 0.89 ms, on a core with AVX-512."""
     state, A = arguments[0], arguments[3]
-    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+    wanted = is_differentiated(arguments)
     narrow = A.stride(-1) == 0 and state.shape[-1] < NATIVE_VECTOR and state.numel() >= NARROW_STATE
     return _update_reference(*arguments) if wanted or narrow else native_state_update(*arguments)
 

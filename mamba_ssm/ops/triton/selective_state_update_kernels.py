@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, softplus
@@ -144,7 +145,7 @@ def selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, st
     reason = None
     if accumulate_dtype(*tensors) == torch.float64:
         reason = "the kernel takes no float64"
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    elif is_differentiated(tensors):
         reason = "the kernel has no gradient"
     if reason is not None:
         run = reference_instead("selective_state_update", x.device, reason)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.launch import INTERPRETED, ceil_div, define, differentiate, next_power_of_two
@@ -552,7 +553,7 @@ def chunk_scan_on_gpu(
         )  # fmt: skip
     if follows:
         seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
-    out, final, _ = _scan_op(*needed, seq_idx, *options, return_final_states, _differentiated(needed))
+    out, final, _ = _scan_op(*needed, seq_idx, *options, return_final_states, is_differentiated(needed))
     if not return_final_states and not return_varlen_states:
         return out
     results = [out, final] if return_final_states else [out]
@@ -560,10 +561,6 @@ def chunk_scan_on_gpu(
         inputs = (x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens)
         results.append(_packed_states_op(*inputs, follows, *options))
     return tuple(results)
-
-
-def _differentiated(tensors: tuple[Tensor | None, ...]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) -> str | None:
@@ -575,6 +572,6 @@ def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) ->
         return f"the Triton kernels take states up to N = {MAX_STATE} and heads up to P = {MAX_HEADDIM}"
     if x.numel() == 0 or B.numel() == 0:
         return "an input is of size 0"
-    if states_of_others and _differentiated(needed):
+    if states_of_others and is_differentiated(needed):
         return "the Triton kernels differentiate the states of packed sequences for the seq_idx of cu_seqlens alone"
     return None

@@ -1,9 +1,9 @@
-"""The quick check ahead of a launch lets through nothing that the checks by name would refuse."""
+"""Checks before a launch: the quick one lets through nothing that those by name would refuse."""
 
 import pytest
 import torch
 
-from mamba_ssm.ops.checks import are_real_on_one_device
+from mamba_ssm.ops.checks import are_real_on_one_device, is_differentiated
 
 REAL = torch.zeros(1)
 
@@ -25,3 +25,11 @@ def test_only_real_tensors_on_one_device_are_let_through(others, right):
 
 def test_without_tensors_there_is_no_device():
     assert not are_real_on_one_device((None, None))
+
+
+def test_is_differentiated():
+    plain, wanted = torch.ones(1), torch.ones(1, requires_grad=True)
+    assert is_differentiated((plain, None, 3, wanted))
+    assert not is_differentiated((plain, None, "silu"))
+    with torch.no_grad():
+        assert not is_differentiated((wanted,))
