@@ -35,9 +35,10 @@ from replay_buffer import Batch, ReplayBuffer, ReplayFileError
 from sub_models.acting import build_actor
 from sub_models.cuda_graph import CapturedStep
 from sub_models.world_models import WorldModel, build_world_model
-from tools.checkpoints import Checkpoint, CheckpointError, read_model
+from tools.checkpoints import Checkpoint, CheckpointError, SavedModel, read_model
 from tools.divergence import Diverged, DivergenceWatch, check_fits, examine, read_fault
 from tools.doctor import check_kernels, doctor
+from tools.export import has_critics, with_critics
 from tools.pictures import open_loop_picture, reconstruction_picture
 from tools.profiling import StepProfiler
 from tools.run import EPISODE_RETURN, Run, RunError, check_trackers, open_run
@@ -275,7 +276,7 @@ def restore(
     save_path = run.config.BasicSettings.SavePath
     if checkpoint is None:
         if save_path is not None:
-            read_model(save_path, world_model.device).load_into(world_model, agent)
+            load_weights(read_model(save_path, world_model.device), world_model, agent)
         return 0
     refuse_changes(config_from_older(checkpoint.model.config), run.config)
     checkpoint.model.load_into(world_model, agent)
@@ -287,6 +288,13 @@ def restore(
     set_rng_state(checkpoint.train["rng"])
     run.keep_config()
     return checkpoint.step
+
+
+def load_weights(saved: SavedModel, world_model: WorldModel, agent: ActorCriticAgent) -> None:
+    """Start from another run's weights; those that were exported for acting have no critics."""
+    if not has_critics(saved):
+        logger.warning("%s was exported without critics: they begin untrained", saved.path)
+    with_critics(saved, agent).load_into(world_model, agent)
 
 
 def refuse_changes(before: Config, now: Config) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from sub_models.cuda_graph import CapturedStep
 from sweep import main as sweep_main
-from tools.checkpoints import read_checkpoint
+from tools.checkpoints import read_checkpoint, read_model
+from tools.export import export_model
 from tools.run import open_run
 from train import Schedule, build, main, make_env_vector, train
 from utils import config_to_dict, load_config, resolve_device, seed_everything
@@ -226,6 +227,21 @@ def test_weights_of_another_run_can_be_the_start(tmp_path):
     options = ["--BasicSettings.SavePath", source, "--JointTrainAgent.FreezeWorldModelAfterSteps", 1]
     folder = run_training(tmp_path, *options)
     assert_same(newest_state(source).model.world_model, newest_state(folder).model.world_model)
+
+
+def test_an_exported_model_can_be_the_start(tmp_path, caplog):
+    """Its critics, which only training needs, are those of a new agent."""
+    exported = tmp_path / "small" / "model.pt"
+    export_model(read_model(run_training(tmp_path / "source")), exported)
+    frozen = ["--JointTrainAgent.FreezeWorldModelAfterSteps", 1, "--JointTrainAgent.FreezeBehaviourAfterSteps", 1]
+    folder = run_training(tmp_path / "runs", "--BasicSettings.SavePath", exported, *frozen)
+    assert "was exported without critics: they begin untrained" in caplog.text
+    given, now = read_model(exported), read_model(folder)
+    assert_same(
+        {k: v.float() for k, v in given.world_model.items()}, {k: v.float() for k, v in now.world_model.items()}
+    )
+    assert not any(name.startswith("critic.") for name in given.agent)
+    assert all(torch.equal(value.float(), now.agent[name].float()) for name, value in given.agent.items())
 
 
 def test_sampled_rows_are_the_played_ones(tmp_path):

@@ -32,9 +32,14 @@ def export_model(saved: SavedModel, path: str | Path) -> int:
     return len(data)
 
 
+def has_critics(saved: SavedModel) -> bool:
+    """False for an exported model."""
+    return any(_is_critic(name) for name in saved.agent)
+
+
 def with_critics(saved: SavedModel, agent: nn.Module) -> SavedModel:
     """`saved`, and if it is an exported one with the untrained critics of `agent`: nothing that acts uses them."""
-    if any(_is_critic(name) for name in saved.agent):
+    if has_critics(saved):
         return saved
     critics = {name: tensor for name, tensor in agent.state_dict().items() if _is_critic(name)}
     return dataclasses.replace(saved, agent={**saved.agent, **critics})

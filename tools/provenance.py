@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +27,9 @@ def provenance(device: torch.device | None = None) -> dict[str, dict[str, str | 
 
 
 def origin(device: torch.device) -> bytes:
-    """The content of a run's origin.json: the command of this process and its provenance, on `device`."""
-    return json.dumps({"command": command(), **provenance(device)}, indent=1).encode()
+    """The content of a run's origin.json: a name that copies of the run share and no other run has, the command of this
+    process and its provenance, on `device`."""
+    return json.dumps({"run": uuid.uuid4().hex, "command": command(), **provenance(device)}, indent=1).encode()
 
 
 def resumed_origin(before: Mapping[str, Any], step: int, seconds: float, device: torch.device) -> bytes:

@@ -100,20 +100,27 @@ def _our_cells(seeds: Sequence[Result]) -> list[str]:
     """Steps, number of seeds, score with interval, what was averaged, human-normalised score."""
     steps = sorted({result.steps for result in seeds})
     shown_steps = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    scores = [score for result in seeds if (score := result.score()) is not None]
+    scored = [result for result in seeds if result.score() is not None]
+    scores = [result.score() for result in scored]
     if not scores:
-        return [shown_steps, str(len(seeds)), "no episode ended", "0", "-"]
+        return [shown_steps, _how_many(seeds), "no episode ended", "0", "-"]
     means = [score.mean for score in scores]
     low, high = bootstrap_interval(means) if len(means) > 1 else scores[0].interval
     kinds = sorted({_episodes(score) for score in scores})
     normalised = human_normalised_score(seeds[0].env, float(np.mean(means)))
     return [
         shown_steps,
-        str(len(scores)),
+        _how_many(scored),
         _with_interval(float(np.mean(means)), low, high),
         " / ".join(kinds),
         "-" if normalised is None else f"{normalised:.3f}",
     ]
+
+
+def _how_many(runs: Sequence[Result]) -> str:
+    """Seeds, and how many runs where one of them was run again."""
+    seeds = len({result.seed for result in runs})
+    return str(seeds) if seeds == len(runs) else f"{seeds} ({len(runs)} runs)"
 
 
 def _with_interval(value: float, low: float, high: float) -> str:
@@ -306,7 +313,7 @@ _BARS_CAPTION = "Human-normalised scores; published ones are of 100,000 steps"
 
 def _honesty(results: Sequence[Result]) -> str:
     """What a reader has to know before believing a score."""
-    seeds = {len(group) for group in grouped(results).values()}
+    seeds = {len({result.seed for result in group}) for group in grouped(results).values()}
     least, most = min(seeds), max(seeds)
     number = f"{least}" if least == most else f"{least} to {most}"
     sentences = [f"{len(results)} run{'s' if len(results) > 1 else ''}, {number} seed{'s' if most > 1 else ''} each."]

@@ -63,6 +63,7 @@ FACTS = {  # what is read of summary.json and origin.json, with its types
     "config": (dict, "object"),
     "command": (str, "text"),
     "note": (str, "text"),
+    "run": (str, "text"),
     "resumed": (list, "list"),
 }
 PIECE_FACTS = ("hardware", "versions", "commit", "command")  # of each process that went on with a run
@@ -191,12 +192,17 @@ def without_copies(results: Iterable[Result]) -> list[Result]:
 
 
 def _mark(result: Result) -> Any:
-    """Equal for copies of a run, also where one of them went on: how long its first lines took no other run repeats."""
+    """Equal for copies of a run, also where one of them went on: a run that has no name of its own yet is known by how
+    long its first lines took, which no other run repeats."""
     steps, rates = result.metrics.get(STEPS_PER_SECOND, ((), ()))
-    if not len(steps):
+    if "run" in result.origin:
+        begun = result.origin["run"]
+    elif len(steps):
+        begun = (int(steps[0]), float(rates[0]))
+    else:
         return id(result)
     setting = tuple(value for key, value in _method_keys(result.config).items() if key not in HOW_LONG)
-    return result.env, result.seed, str(setting), int(steps[0]), float(rates[0])
+    return result.env, result.seed, str(setting), begun
 
 
 def _is_result(folder: Path) -> bool:

@@ -199,3 +199,10 @@ def test_every_stored_result_has_its_card():
 
     for file in (ROOT / "results").glob("*/config.yaml"):
         assert (file.parent / "CARD.md").read_text() == card(read_result(file.parent)), file.parent
+
+
+def test_a_seed_that_was_run_again_is_one_seed(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_result(tmp_path / name, seed=seed, evaluation=[float(seed)])
+    table = score_table(collect([tmp_path]))
+    assert table.rows[0][table.columns.index("seeds")] == "2 (3 runs)"

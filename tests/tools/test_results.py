@@ -53,6 +53,14 @@ def test_a_run_that_is_stored_again_leaves_no_older_pictures(tmp_path):
     assert names == {"reconstruction_000002000.png", "open_loop_000003000.png", "drawn_by_hand.png"}
 
 
+def test_a_copy_made_before_anything_was_logged_is_known_by_the_name_of_its_run(tmp_path):
+    run, other = (run_training(tmp_path / name, "--JointTrainAgent.SampleMaxSteps", 1) for name in "ab")
+    store_run(run, tmp_path / "stored")
+    assert len(collect([tmp_path])) == 2
+    assert read_result(tmp_path / "stored").origin["run"] == read_result(run).origin["run"]
+    assert read_result(other).origin["run"] != read_result(run).origin["run"]
+
+
 def test_runs_of_which_nothing_was_timed_are_kept(tmp_path):
     for name in "ab":
         make_result(tmp_path / name)
