@@ -1,5 +1,6 @@
 # Build:  docker build -t drama .
-# Train:  docker run --gpus all --ipc=host -v "$PWD/runs:/app/runs" drama python train.py --config config_files/atari100k.yaml
+# Train:  docker run --gpus all --ipc=host -v "$PWD/runs:/app/runs" -v drama-cache:/app/cache drama python train.py --config config_files/atari100k.yaml
+# The volume drama-cache keeps compiled programs: without it every container compiles anew, for minutes.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${CUDA_IMAGE}
 
@@ -22,8 +23,8 @@ ENV PATH=/opt/venv/bin:$PATH \
     PIP_NO_CACHE_DIR=1 \
     MUJOCO_GL=egl \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility,graphics \
-    TRITON_CACHE_DIR=/tmp/triton \
-    TORCHINDUCTOR_CACHE_DIR=/tmp/inductor
+    TRITON_CACHE_DIR=/app/cache/triton \
+    TORCHINDUCTOR_CACHE_DIR=/app/cache/inductor
 
 COPY --chown=drama:drama requirements.txt requirements-envs.txt ./
 RUN python3 -m venv /opt/venv && pip install -r requirements.txt -r requirements-envs.txt
@@ -34,7 +35,7 @@ COPY --chown=drama:drama . .
 ARG TORCH_CUDA_ARCH_LIST="8.0;8.6;8.9;9.0"
 ARG MAX_JOBS=4
 RUN MAMBA_FORCE_CUDA=1 pip install -e . --no-build-isolation \
-    && mkdir -p runs && chmod 1777 runs
+    && mkdir -p runs cache && chmod 1777 runs cache
 
-VOLUME /app/runs
+VOLUME /app/runs /app/cache
 CMD ["python", "train.py", "--help"]

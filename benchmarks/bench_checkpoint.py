@@ -110,6 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         options = ["--BasicSettings.Env_name=Toy/Catch-v0", f"--BasicSettings.RunDir={folder}"]
+        options.append("--BasicSettings.Compile=false")  # of no effect on what is stored
         config = load_config([*options, f"--JointTrainAgent.BufferMaxLength={args.capacity}"], "train.py").config
         with open_run(config) as run:
             figures = measure(run, args.capacity, args.new_rows, args.repeats)
