@@ -34,6 +34,7 @@ def grid(device: str) -> list[dict]:
     cases += [{"state": 16, "channels": 70, "length": length, "groups": 2} for length in (1, 32, 40, 65)]
     cases += [{"state": 5, "channels": 70, "length": 72, "batch": 3}]
     cases += [{"state": 16, "channels": 1024, "batch": 17, "length": 40, "optional": ("z",)}]   # two channels a lane
+    cases += [{"state": 13, "channels": 96, "batch": 66, "length": 264}]     # many channels, long rows
     cases += [{"state": 16, "dtype": dtype, "length": 72} for dtype in (torch.bfloat16, torch.float16)]
     cases += [{"state": 3, "dtype": torch.float64}] if device == "cpu" else []
     cases += [{"batch": 0}, {"channels": 0}, {"length": 0}]

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "scan_cuda.h"
+#include "scan_ptx.cuh"
 
 namespace mamba_ssm::cuda {
 
@@ -42,11 +43,6 @@ constexpr int kReals = sizeof(S) / sizeof(float);
 template <typename S>
 constexpr float kKappa = kReals<S>;      // y is twice the real part where states are complex
 
-__device__ inline float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // exp(Δ A) from A log2(e); an offset of -inf resets the state.
 __device__ inline float decay_of(float delta, float A_log2e, float offset) { return exp2_approx(fmaf(delta, A_log2e, offset)); }
 __device__ inline Complex decay_of(float delta, Complex A_log2e, float offset) {
@@ -133,14 +129,9 @@ __device__ inline void store_vector(T* to, int count, bool aligned, const float 
 // A whole vector into shared memory, where this thread finds it after wait_for_fetches(); zeros if it is not wanted.
 template <typename T>
 __device__ inline void fetch_pack(const T* from, bool wanted, Pack<T>* to) {
-  if (wanted) {
-    const auto place = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-  } else {
-    *to = load_pack<true>(from, 0, true);
-  }
+  if (wanted) fetch_16_bytes(from, to);
+  else *to = load_pack<true>(from, 0, true);
 }
-__device__ inline void wait_for_fetches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // K floats, a multiple of 4, in shared memory.
 template <int K>
@@ -503,8 +494,12 @@ cudaError_t launch(Launch kernel, const Arguments& p, const Plan& plan, size_t s
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  kernel<<<unsigned(p.batch) * plan.parts, Shape::kThreads, shared_bytes, stream>>>(p, plan);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = unsigned(p.batch) * plan.parts;
+  config.blockDim.x = Shape::kThreads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, p, plan);
 }
 
 // Calls run(Shape) with the instantiation that the plan names; the order is that of kShapes in scan_plan.cpp.

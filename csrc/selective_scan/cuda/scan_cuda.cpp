@@ -80,7 +80,7 @@ struct Prepared {
 Prepared prepare(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
                  const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                  const OptionalTensor& delta_bias, bool delta_softplus, const OptionalTensor& seq_idx,
-                 const OptionalTensor& initial_state) {
+                 const OptionalTensor& initial_state, Plan (*choose_plan)(const Arguments&)) {
   TORCH_CHECK_VALUE(A.size(1) <= kMaxState, "selective_scan: A has N = ", A.size(1), ", expected at most ", kMaxState,
                     " on a GPU");
   Prepared prepared;
@@ -116,7 +116,7 @@ Prepared prepare(const at::Tensor& u, const at::Tensor& delta, const at::Tensor&
   p.initial = data_of(prepared.initial);
   p.aligned = is_aligned(prepared.u) && is_aligned(prepared.delta) && is_aligned(prepared.z) && is_aligned(prepared.B) &&
               is_aligned(prepared.C) && u.size(2) * u.itemsize() % 16 == 0;  // outputs are contiguous
-  prepared.plan = make_plan(p);
+  prepared.plan = choose_plan(p);
   TORCH_CHECK_VALUE(int64_t(p.batch) * prepared.plan.parts <= std::numeric_limits<int>::max(),
                     "selective_scan: u has shape ", u.sizes(), ", too many blocks for one launch");
   return prepared;
@@ -129,7 +129,7 @@ ForwardResult forward(const at::Tensor& u, const at::Tensor& delta, const at::Te
                       const OptionalTensor& delta_bias, bool delta_softplus, const OptionalTensor& seq_idx,
                       const OptionalTensor& initial_state, bool save_states) {
   const c10::cuda::CUDAGuard guard(u.device());
-  auto prepared = prepare(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state);
+  auto prepared = prepare(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state, make_forward_plan);
   auto& p = prepared.arguments;
   const auto out = at::empty(u.sizes(), u.options());
   const auto last_state = at::empty({p.batch, p.channels, p.state}, A.options());
@@ -148,7 +148,7 @@ BackwardResult backward(const at::Tensor& dout, const OptionalTensor& dlast_stat
                         bool delta_softplus, const OptionalTensor& seq_idx, const OptionalTensor& initial_state,
                         const at::Tensor& states) {
   const c10::cuda::CUDAGuard guard(u.device());
-  auto prepared = prepare(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state);
+  auto prepared = prepare(u, delta, A, B, C, D, z, delta_bias, delta_softplus, seq_idx, initial_state, make_plan);
   auto& p = prepared.arguments;
   const auto& plan = prepared.plan;
   auto dout_rows = rows_contiguous(dout);

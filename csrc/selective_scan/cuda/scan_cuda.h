@@ -14,6 +14,8 @@ namespace mamba_ssm::cuda {
 
 constexpr int kTile = 32;
 constexpr int kMaxState = 256;
+constexpr int kWalk = 11;             // Plan::index of the kernel in scan_walk.cuh; below are those of dispatch()
+constexpr int kWalkChannels = 48;     // of one of its blocks
 
 // How a scan is spread over threads: `lanes` lanes of a warp share a channel, each holding `states` of its N states for
 // `channels` channels; the block has `warps` warps.
@@ -85,6 +87,8 @@ struct Arguments {
 // Needs batch, channels, state, segment_channels, complex_state, aligned, B.groups, C.groups and multiprocessors;
 // N <= kMaxState.
 Plan make_plan(const Arguments& arguments);
+// The same for the forward pass, which has a kernel of its own for long rows of many channels.
+Plan make_forward_plan(const Arguments& arguments);
 
 enum class Element { kFloat32, kFloat16, kBFloat16 };
 

@@ -7,7 +7,7 @@
 // B and C are read from shared memory once for kChannels channels.
 #pragma once
 
-#include "scan_common.cuh"
+#include "scan_walk.cuh"
 
 namespace mamba_ssm::cuda {
 
@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks) scan_forwa
 
 template <typename T>
 cudaError_t forward_of(const Arguments& p, const Plan& plan, cudaStream_t stream) {
+  if (plan.index == kWalk) return walk_of<T>(p, plan, stream);
   return dispatch<T>(plan, [&](auto shape) {
     using Shape = decltype(shape);
     return launch<Shape>(scan_forward_kernel<Shape>, p, plan, forward_shared_bytes<Shape>(), stream);

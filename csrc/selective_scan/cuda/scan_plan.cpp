@@ -19,6 +19,15 @@ constexpr int kFirstGeneral = 2, kFirstComplex = 7;
 // 16 states: B16 L128 D1024 bf16 0.096, 0.085, fp32 0.108, 0.102; B8 L2048 D1536 bf16 1.08, 1.17, fp32 1.23, 1.39).
 constexpr int kBlocksForTwo = 3;
 
+// Walks pay for long rows (H200: as fast as the others at 128 rows) where nearly each multiprocessor has a block.
+constexpr int kWalkRows = 256;
+constexpr double kWalkBlocks = 0.9;
+
+int parts_of(const Arguments& p, int block_channels) {
+  if (p.segment_channels == 0) return 0;
+  return p.channels / p.segment_channels * ((p.segment_channels + block_channels - 1) / block_channels);
+}
+
 Plan plan_for(const Arguments& p, int index) {
   const Shape& shape = kShapes[index];
   Plan plan;
@@ -29,21 +38,33 @@ Plan plan_for(const Arguments& p, int index) {
   plan.warps = shape.warps;
   plan.padded_state = shape.states * shape.lanes;
   plan.block_channels = 32 / shape.lanes * shape.channels * shape.warps;
-  if (p.segment_channels > 0) {
-    const int parts_of_segment = (p.segment_channels + plan.block_channels - 1) / plan.block_channels;
-    plan.parts = p.channels / p.segment_channels * parts_of_segment;
-  }
+  plan.parts = parts_of(p, plan.block_channels);
   return plan;
 }
 
+// What the kernels that fetch ahead need.
+bool in_vectors(const Arguments& p) {
+  return !p.complex_state && p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C() && p.aligned;
+}
+
 }  // namespace
+
+Plan make_forward_plan(const Arguments& p) {
+  const int parts = parts_of(p, kWalkChannels);
+  if (!in_vectors(p) || p.length < kWalkRows || parts * int64_t(p.batch) < kWalkBlocks * p.multiprocessors) return make_plan(p);
+  Plan plan;
+  plan.index = kWalk;
+  plan.block_channels = kWalkChannels;
+  plan.parts = parts;
+  return plan;
+}
 
 Plan make_plan(const Arguments& p) {
   if (p.complex_state) {
     const int index = p.state <= 16 ? 0 : p.state <= 64 ? 1 : p.state <= 128 ? 2 : 3;
     return plan_for(p, kFirstComplex + index);
   }
-  if (p.state > 4 && p.state <= 16 && p.variable_B() && p.variable_C() && p.aligned) {
+  if (in_vectors(p)) {
     const Plan two = plan_for(p, 0);
     return int64_t(two.parts) * p.batch >= kBlocksForTwo * int64_t(p.multiprocessors) ? two : plan_for(p, 1);
   }
