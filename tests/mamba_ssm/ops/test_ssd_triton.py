@@ -48,7 +48,7 @@ def on_gpu(test):
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(monkeypatch):
+def kernels_run(monkeypatch, interpreted_loops):
     """The Triton tier for the tests' tensors, also where a CPU interprets it."""
     if launch.INTERPRETED and not ON_GPU:
         from mamba_ssm.ops import tiers
@@ -59,7 +59,6 @@ def kernels_run(monkeypatch):
         monkeypatch.setitem(tiers._DEVICE_OF_TIER, "triton", "cpu")
         monkeypatch.setattr(ssd_triton, "_multiprocessors", lambda device: 1)
         interpret_bfloat16(monkeypatch)
-        interpret_loops(monkeypatch)
 
 
 def interpret_bfloat16(monkeypatch):
@@ -83,17 +82,6 @@ def interpret_bfloat16(monkeypatch):
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter, "_convert_float", convert)
-
-
-def interpret_loops(monkeypatch):
-    """Triton 3.6's bounds of loops are arrays of one number, of which numpy 2.4 makes no int."""
-    from triton.runtime import interpreter
-
-    def patch(tensor, scope, plain=interpreter._patch_lang_tensor):
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def inputs(batch=1, length=17, dtype=torch.float32, **sizes):
