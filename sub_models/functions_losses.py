@@ -15,6 +15,7 @@ from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.triton.launch import why_not
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
+    from sub_models.binary_loss_kernels import run_binary_loss
     from sub_models.return_kernels import MOST_NUMBERS, run_lambda_return, run_masked_quantiles
     from sub_models.two_hot_kernels import run_decode, run_loss
 
@@ -170,6 +171,15 @@ def categorical_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 def categorical_entropy(log_probs: Tensor) -> Tensor:
     """Entropy in nats of each categorical.   normalised log-probabilities (..., C) -> (...)."""
     return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy in nats of each logit's Bernoulli distribution; no gradient for the targets.   logits, target
+    (B, L) -> (B, L), float32 or wider. On a GPU in one launch."""
+    if _kernels_take(target) and logits.is_cuda and logits.dtype != torch.float64:
+        return run_binary_loss(logits, target)
+    logits = full_precision(logits)
+    return F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none")
 
 
 def masked_mean(x: Tensor, weight: Tensor | None) -> Tensor:

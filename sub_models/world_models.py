@@ -25,6 +25,7 @@ from mamba_ssm.ops.triton.layer_norm import RMSNorm
 from sub_models.compilation import compiled
 from sub_models.functions_losses import (
     SymlogTwoHot,
+    binary_cross_entropy,
     categorical_entropy,
     categorical_kl,
     full_precision,
@@ -408,13 +409,11 @@ class WorldModel(nn.Module):
             deter = self.sequence_model(stoch, self.encode_action(batch.action), self.segments(batch.is_first))
             log_p = self.prior(deter)  # (B, L, K, C), of the latent one step later
             reward_logits = self.reward_head(deter)  # (B, L, N)
-            termination_logits = full_precision(self.termination_head(deter).squeeze(-1))  # (B, L)
+            termination_logits = self.termination_head(deter).squeeze(-1)  # (B, L)
 
         reconstruction_term = error.mean()
         reward_term = self.reward_code.loss(reward_logits, batch.reward).mean()
-        termination_term = F.binary_cross_entropy_with_logits(
-            termination_logits, batch.termination.to(termination_logits.dtype)
-        )
+        termination_term = binary_cross_entropy(termination_logits, batch.termination).mean()
         next_log_q, next_log_p = log_q[:, 1:], log_p[:, :-1]
         pairs = (~batch.is_first[:, 1:]).to(log_q.dtype) if self.mask_episode_start else None  # (B, L-1)
         dynamics = categorical_kl(next_log_q.detach(), next_log_p)  # (B, L-1)
