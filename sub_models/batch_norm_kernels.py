@@ -17,7 +17,8 @@ from mamba_ssm.ops.triton.launch import INTERPRETED, define, differentiate
 Tensor = torch.Tensor
 
 TILE = 4096  # elements that a program holds at a time
-PROGRAMS = 528  # of a sum over rows: four for each multiprocessor of an H200
+SUM_TILE = 2048  # the same of sums over rows, whose totals take registers, too
+MOMENTS_PROGRAMS, GRADIENT_PROGRAMS = 1056, 660  # of sums over rows: eight and five for each multiprocessor of an H200
 LEAST_TILES = 4  # that a program of a sum over rows takes
 ON_GPU = tl.constexpr(not INTERPRETED)
 AT_ONCE = tl.constexpr(256)  # partial sums that a program adds at a time,
@@ -105,9 +106,11 @@ def _sum_partials(partial_ptr, channel, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _finish_moments_kernel(x_ptr, partial_ptr, mean_ptr, var_ptr, rows, C: tl.constexpr, PARTS: tl.constexpr):
-    """Mean and (biased) variance (C) from partial sums (P, 2, C)."""
+    """Mean and (biased) variance (C) from partial sums (P, 2, C), about x_0 unless x_ptr is None."""
     channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
-    origin = tl.load(x_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
+    origin = tl.zeros((FEW,), dtype=tl.float32)
+    if x_ptr is not None:
+        origin += tl.load(x_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
     total, square = _sum_partials(partial_ptr, channel, C, PARTS)
     offset = total / rows
     tl.store(mean_ptr + channel, origin + offset, mask=channel < C)
@@ -173,10 +176,13 @@ def _backward_sums_kernel(
 
 @triton.jit
 def _finish_backward_kernel(
-    partial_ptr, var_ptr, grad_weight_ptr, grad_bias_ptr, eps, C: tl.constexpr, PARTS: tl.constexpr
+    partial_ptr, mean_ptr, var_ptr, grad_weight_ptr, grad_bias_ptr, eps, C: tl.constexpr, PARTS: tl.constexpr
 ):
+    """From partial sums (P, 2, C) of dn and of dn · (x - mean), or of dn · x unless mean_ptr is None."""
     channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
     first, second = _sum_partials(partial_ptr, channel, C, PARTS)
+    if mean_ptr is not None:
+        second -= first * tl.load(mean_ptr + channel, mask=channel < C, other=0.0)
     var = tl.load(var_ptr + channel, mask=channel < C, other=1.0)
     tl.store(grad_bias_ptr + channel, first, mask=channel < C)
     tl.store(grad_weight_ptr + channel, second * tl.rsqrt(var + eps), mask=channel < C)
@@ -202,11 +208,18 @@ def _backward_apply_kernel(
 
 def moments(x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel.   x (..., R', C·pixels) contiguous -> (C) twice, float32."""
-    rows, tile_rows, wide = _sizes(x, channels)
-    parts, steps = _shares(rows, tile_rows)
+    rows, tile_rows, wide = _sizes(x, channels, SUM_TILE)
+    parts, steps = _shares(rows, tile_rows, MOMENTS_PROGRAMS)
     partial = torch.empty((parts, 2, channels), dtype=torch.float32, device=x.device)
-    mean, var = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
     _moments_kernel[(parts,)](x, partial, rows, C=channels, ROWS=tile_rows, WIDE=wide, PARTS=parts, STEPS=steps)
+    return finish_moments(partial, rows, x)
+
+
+def finish_moments(partial: Tensor, rows: int, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel of R rows, from sums of them and of their squares, taken about the first
+    row of x, or about zero.   partial (P, 2, C) float32 -> (C) twice, float32."""
+    parts, _, channels = partial.shape
+    mean, var = (torch.empty(channels, dtype=torch.float32, device=partial.device) for _ in range(2))
     _finish_moments_kernel[_few(channels)](x, partial, mean, var, rows, C=channels, PARTS=parts)
     return mean, var
 
@@ -230,34 +243,53 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (like x), weight and bias (C) from grad, which lies as out does."""
     channels = weight.shape[0]
-    rows, tile_rows, wide = _sizes(x, channels)
-    parts, steps = _shares(rows, tile_rows)
+    rows, tile_rows, wide = _sizes(x, channels, SUM_TILE)
+    parts, steps = _shares(rows, tile_rows, GRADIENT_PROGRAMS)
     partial = torch.empty((parts, 2, channels), dtype=torch.float32, device=x.device)
-    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
-    grad_x = torch.empty_like(x)
-    statistics = (mean, var, weight, bias)
-    sizes = {"C": channels, "ROWS": tile_rows, "WIDE": wide}
     _backward_sums_kernel[(parts,)](
-        grad, x, *statistics, partial, rows, eps, width, **sizes, MOVE=move, PARTS=parts, STEPS=steps
-    )
-    _finish_backward_kernel[_few(channels)](partial, var, grad_weight, grad_bias, eps, C=channels, PARTS=parts)
+        grad, x, mean, var, weight, bias, partial, rows, eps, width,
+        C=channels, ROWS=tile_rows, WIDE=wide, MOVE=move, PARTS=parts, STEPS=steps,
+    )  # fmt: skip
+    return finish_backward(partial, None, grad, x, mean, var, weight, bias, eps, width, move)
+
+
+def finish_backward(
+    partial: Tensor,
+    origin: Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    width: int,
+    move: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` from sums of dn and of dn · (x - mean) on, or of dn · x where origin is the mean.
+    partial (P, 2, C) float32."""
+    parts, _, channels = partial.shape
+    rows, tile_rows, wide = _sizes(x, channels)
+    grad_weight, grad_bias, grad_x = torch.empty_like(weight), torch.empty_like(bias), torch.empty_like(x)
+    _finish_backward_kernel[_few(channels)](partial, origin, var, grad_weight, grad_bias, eps, C=channels, PARTS=parts)
     _backward_apply_kernel[(triton.cdiv(rows, tile_rows),)](
-        grad, x, *statistics, grad_weight, grad_bias, grad_x, rows, eps, width, **sizes, MOVE=move
-    )
+        grad, x, mean, var, weight, bias, grad_weight, grad_bias, grad_x, rows, eps, width,
+        C=channels, ROWS=tile_rows, WIDE=wide, MOVE=move,
+    )  # fmt: skip
     return grad_x, grad_weight, grad_bias
 
 
-def _sizes(x: Tensor, channels: int) -> tuple[int, int, int]:
+def _sizes(x: Tensor, channels: int, tile: int = TILE) -> tuple[int, int, int]:
     """(R, rows of a tile, C rounded up to a power of two)."""
     wide = max(16, triton.next_power_of_2(channels))
-    return x.numel() // channels, max(1, TILE // wide), wide
+    return x.numel() // channels, max(1, tile // wide), wide
 
 
-def _shares(rows: int, tile_rows: int) -> tuple[int, int]:
+def _shares(rows: int, tile_rows: int, programs: int) -> tuple[int, int]:
     """(P, tiles that each program sums): few programs where there is little to sum, for what they leave is summed by
     one."""
     tiles = triton.cdiv(rows, tile_rows)
-    parts = min(PROGRAMS, triton.cdiv(tiles, LEAST_TILES))
+    parts = min(programs, triton.cdiv(tiles, LEAST_TILES))
     return parts, triton.cdiv(tiles, parts)
 
 
@@ -266,15 +298,16 @@ def _few(channels: int) -> tuple[int]:
     return (triton.cdiv(channels, FEW.value),)
 
 
-def _train(
-    x: Tensor, weight: Tensor, bias: Tensor, conv_bias: Tensor, eps: float, width: int, move: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, var = moments(x, weight.shape[0])
-    return apply(x, mean, var, weight, bias, eps, width, move), mean, var
+def _run(x, mean, var, weight, bias, conv_bias, eps, width, move):
+    return apply(x, mean, var, weight, bias, eps, width, move)
 
 
-def _fake_train(x, weight, bias, conv_bias, eps, width, move):
-    return x.new_empty(x.numel()), *(x.new_empty(weight.shape, dtype=torch.float32) for _ in range(2))
+def _fake_moments(x, channels):
+    return tuple(x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+
+
+def _fake_run(x, mean, var, weight, bias, conv_bias, eps, width, move):
+    return x.new_empty(x.numel())
 
 
 def _fake_apply(x, mean, var, weight, bias, eps, width, move):
@@ -286,25 +319,23 @@ def _fake_backward(grad, x, mean, var, weight, bias, eps, width, move):
 
 
 def _keep(ctx, inputs, output):
-    x, weight, bias, _, ctx.eps, ctx.width, ctx.move = inputs
-    _, mean, var = output
-    ctx.mark_non_differentiable(mean, var)
-    ctx.save_for_backward(x, mean, var, weight, bias)
+    *tensors, _, ctx.eps, ctx.width, ctx.move = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _differentiated(ctx, grad, *_):
-    x, mean, var, weight, bias = ctx.saved_tensors
-    places = (ctx.eps, ctx.width, ctx.move)
-    grad_x, grad_weight, grad_bias = _backward_operator(grad.contiguous(), x, mean, var, weight, bias, *places)
-    return grad_x, grad_weight, grad_bias, torch.zeros_like(bias), None, None, None
+def _differentiated(ctx, grad):
+    bias = ctx.saved_tensors[-1]
+    grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.width, ctx.move)
+    grad_x, grad_weight, grad_bias = grads
+    return grad_x, None, None, grad_weight, grad_bias, torch.zeros_like(bias), None, None, None
 
 
 _STATISTICS = "Tensor mean, Tensor var, Tensor weight, Tensor bias"
 _PLACES = "float eps, int width, int move"
+moments_operator = define("batch_norm_moments(Tensor x, int channels) -> (Tensor, Tensor)", moments, _fake_moments)
+# mean and var are x's own: the gradient of x knows what it moves in them
 train_operator = define(
-    f"batch_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor conv_bias, {_PLACES}) -> (Tensor, Tensor, Tensor)",
-    _train,
-    _fake_train,
+    f"batch_norm_silu(Tensor x, {_STATISTICS}, Tensor conv_bias, {_PLACES}) -> Tensor", _run, _fake_run
 )
 apply_operator = define(f"batch_norm_silu_apply(Tensor x, {_STATISTICS}, {_PLACES}) -> Tensor", apply, _fake_apply)
 _backward_operator = define(

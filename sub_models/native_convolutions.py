@@ -9,8 +9,10 @@ shapes of the default stacks have kernels that leave out what is zero and read a
     from colours 4·3 (and 4 of zeros) -> 4·16 at 32×32
 
 The gradient of x is the convolution of dy with the adjoint weight, so that one of them serves it, too; the gradient of
-w has kernels between 3 and 16 and between 16 and 32 channels. The rest is cuDNN's. On an H200, 2,048 frames, encoder
-and decoder forward and backward with fused batch norm: 9.71 ms with cuDNN alone, 8.20 ms so.
+w has kernels between 3 and 16 and between 16 and 32 channels. The rest is cuDNN's. Beside a batch norm, kernels also
+leave sums over all pixels: moments of what they put out for a norm that follows, and of a norm before, with SiLU
+between, the sums that its gradient takes. On an H200, 2,048 frames, encoder and decoder forward and backward with fused
+batch norm: 9.71 ms with cuDNN alone, 7.50 ms so.
 
 Letters: B batch, O and C channels out and in of a convolution of blocks.
 """
@@ -22,7 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mamba_ssm.ops import _native
+from mamba_ssm.ops.triton import launch
 from mamba_ssm.ops.triton.launch import define, differentiate
+from sub_models.fused_batch_norm import Normed
+
+if launch.why_not() is None:
+    from sub_models.batch_norm_kernels import finish_backward, finish_moments
 
 SHARED_BYTES = 230_000  # that a block of threads needs, as on compute capability 9.0
 PADDED_COLOURS = 16  # channels of a block of 4·3, filled up
@@ -30,6 +37,7 @@ COLOURS = 12
 
 Plan = tuple[str | None, str | None, str | None]  # kernels of y, of x's gradient, of w's gradient
 _STRIDED, _SPREAD, _TO_COLOURS, _FROM_COLOURS = "strided", "spread", "to_colours", "from_colours"
+_SUMMING = (_STRIDED, _SPREAD, _FROM_COLOURS)  # kernels that have sums for a batch norm beside them
 PLANS: dict[tuple[type[nn.Module], int, int, int], tuple[int, Plan]] = {
     # layer, channels in and out, stride: side of the frame in blocks, plan; None where cuDNN is as fast
     (nn.Conv2d, 3, 16, 1): (32, (_FROM_COLOURS, None, _FROM_COLOURS)),
@@ -54,34 +62,59 @@ def plan_of(layer: nn.Conv2d | nn.ConvTranspose2d, rows: Tensor) -> Plan | None:
     return plan if tuple(rows.shape[1:3]) == (side, side) else None
 
 
-def convolve(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, plan: Plan, moments: bool = False, normed: Normed | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """x (B, height, width, C) with weight (O, C, 3, 3), channels filled up to multiples of 8 -> (B, height, width, O),
-    bfloat16."""
+    bfloat16, and mean and biased variance of each pixel's channels, float32, if they are asked for and the plan's
+    kernel has them: C' of them, where O = C', or 4·C' channels of a block.
+
+    normed: the batch norm with SiLU that x came out of. Where the plan's kernel has the sums that its gradient takes,
+    that is computed here, too, and none flows through x.
+    """
     with torch.autocast("cuda", enabled=False):
         x, weight, kernel = x.bfloat16(), weight.bfloat16(), plan[0]
         rows = None if kernel is None else ROWS[kernel](weight.detach())
-        return _operator(x, weight, rows, *(name or "" for name in plan))
+        how = (*(name or "" for name in plan), moments and kernel in _SUMMING)
+        if normed is not None and _has_gradient_sums(plan, normed):
+            y, *found = _operator_after_norm(x.detach(), *normed, weight, rows, *how)
+        else:
+            y, *found = _operator(x, weight, rows, *how)
+    return y, tuple(found) if how[-1] else None
 
 
-def _run(x, weight, rows, kernel, kernel_x, kernel_w):
-    return _native_convolution(kernel, x, rows) if kernel else _plain(x, weight)
+def _has_gradient_sums(plan: Plan, normed: Normed) -> bool:
+    """Whether x's gradient comes with the sums that a norm before takes; the kernels read what was normed as blocks."""
+    move = 1 if plan[1] == _STRIDED else 0
+    return plan[1] in _SUMMING and normed.move == move and normed.x.dtype == torch.bfloat16
 
 
-def _fake(x, weight, rows, kernel, kernel_x, kernel_w):
-    return x.new_empty(*x.shape[:3], weight.shape[0])
+def _run(x, weight, rows, kernel, kernel_x, kernel_w, moments):
+    if moments:
+        out, partial = _native_convolution(f"{kernel}_and_moments", x, rows)
+        return out, *finish_moments(partial, out.numel() // partial.shape[-1])
+    out = _native_convolution(kernel, x, rows) if kernel else _plain(x, weight)
+    return out, *(x.new_empty(0, dtype=torch.float32) for _ in range(2))
+
+
+def _fake(x, weight, rows, kernel, kernel_x, kernel_w, moments):
+    channels = (weight.shape[0] if kernel == _STRIDED else weight.shape[0] // 4) if moments else 0
+    return x.new_empty(*x.shape[:3], weight.shape[0]), *(x.new_empty(channels, dtype=torch.float32) for _ in range(2))
 
 
 def _keep(ctx, inputs, output):
-    x, weight, _, _, *ctx.kernels = inputs
+    x, weight, _, *ctx.kernels, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(x, weight)
 
 
-def _differentiated(ctx, grad):
-    x, weight = ctx.saved_tensors
-    kernel_x, kernel_w = ctx.kernels
-    grad = grad.contiguous()
+def _differentiated(ctx, grad, *_):
+    grads = _gradients(grad.contiguous(), *ctx.saved_tensors, *ctx.kernels[1:], *ctx.needs_input_grad[:2])
+    return *grads, None, None, None, None, None
+
+
+def _gradients(grad, x, weight, kernel_x, kernel_w, wants_x, wants_weight):
     grad_x = grad_weight = None
-    wants_x, wants_weight = ctx.needs_input_grad[:2]
     if wants_x and kernel_x:
         turned = adjoint(weight)
         grad_x, wants_x = _native_convolution(kernel_x, grad, ROWS[kernel_x](turned)), False
@@ -91,20 +124,71 @@ def _differentiated(ctx, grad):
         plain_x, plain_weight = _plain_backward(grad, x, weight, wants_x, wants_weight)
         grad_x = plain_x if wants_x else grad_x
         grad_weight = plain_weight if wants_weight else grad_weight
-    return grad_x, grad_weight, None, None, None, None
+    return grad_x, grad_weight
 
 
-_operator = define(
-    "convolution_of_blocks(Tensor x, Tensor weight, Tensor? rows, str kernel, str kernel_x, str kernel_w) -> Tensor",
-    _run,
-    _fake,
-)
+def _run_after_norm(a, x, mean, var, scale, shift, bias, eps, width, move, *convolution):
+    return _run(a, *convolution)
+
+
+def _fake_after_norm(a, x, mean, var, scale, shift, bias, eps, width, move, *convolution):
+    return _fake(a, *convolution)
+
+
+def _keep_after_norm(ctx, inputs, output):
+    *tensors, ctx.eps, ctx.width, ctx.move, weight, _, _, ctx.kernel_x, ctx.kernel_w, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, weight)
+
+
+def _differentiated_after_norm(ctx, grad, *_):
+    a, *norm, bias, weight = ctx.saved_tensors
+    places = (ctx.eps, ctx.width, ctx.move)
+    grad = grad.contiguous()
+    _, grad_weight = _gradients(grad, a, weight, "", ctx.kernel_w, False, True)
+    rows = ROWS[ctx.kernel_x](adjoint(weight))
+    grads = _backward_through_norm(grad, rows, *norm, *places, ctx.kernel_x)
+    grad_x, grad_scale, grad_shift = grads
+    none = (None,) * 3
+    return (
+        None, grad_x, None, None, grad_scale, grad_shift, torch.zeros_like(bias), *none, grad_weight, None, *none, None,
+    )  # fmt: skip
+
+
+def _run_backward_through_norm(grad, rows, x, mean, var, scale, shift, eps, width, move, kernel_x):
+    norm = (x, mean, var, scale, shift, eps)
+    grad_a, partial = _native_convolution(f"{kernel_x}_and_gradients", grad, rows, *norm)
+    return finish_backward(partial, mean, grad_a, *norm, width, move)
+
+
+def _fake_backward_through_norm(grad, rows, x, mean, var, scale, shift, eps, width, move, kernel_x):
+    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(shift)
+
+
+_CONVOLUTION = "Tensor weight, Tensor? rows, str kernel, str kernel_x, str kernel_w, bool moments"
+_NORM = "Tensor x, Tensor mean, Tensor var, Tensor scale, Tensor shift"
+_PLACES = "float eps, int width, int move"
+_operator = define(f"convolution_of_blocks(Tensor x, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor)", _run, _fake)
 differentiate("convolution_of_blocks", _differentiated, _keep)
+# a = silu(norm(x)) is taken as it is: x gets its gradient, and that of the norm's parameters is here, too
+_operator_after_norm = define(
+    f"convolution_after_norm(Tensor a, {_NORM}, Tensor bias, {_PLACES}, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor)",
+    _run_after_norm,
+    _fake_after_norm,
+)
+differentiate("convolution_after_norm", _differentiated_after_norm, _keep_after_norm)
+_backward_through_norm = define(
+    f"convolution_backward_through_norm(Tensor grad, Tensor rows, {_NORM}, {_PLACES}, str kernel_x)"
+    " -> (Tensor, Tensor, Tensor)",
+    _run_backward_through_norm,
+    _fake_backward_through_norm,
+)
 
 
-def _native_convolution(kernel: str, x: Tensor, rows: Tensor) -> Tensor:
-    """x (B, height, width, C) with the rows of weights that ROWS made of (O, C, 3, 3) -> (B, height, width, O)."""
-    return getattr(torch.ops.drama_native, kernel)(x, rows)
+def _native_convolution(kernel: str, x: Tensor, rows: Tensor, *norm: Tensor | float) -> Tensor | tuple[Tensor, Tensor]:
+    """x (B, height, width, C) with the rows of weights that ROWS made of (O, C, 3, 3) -> (B, height, width, O), and of
+    a kernel with sums those of P blocks of threads, (P, 2, channels of a pixel)."""
+    return getattr(torch.ops.drama_native, kernel)(x, rows, *norm)
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -229,7 +313,7 @@ def why_not() -> str | None:
     """Why there are no native convolutions, or None if there are."""
     if (reason := _native.why_not("cuda")) is not None:
         return reason
-    if not all(hasattr(torch.ops.drama_native, name) for name in FAKES):
+    if not all(hasattr(torch.ops.drama_native, name) for name in (*FAKES, *WITH_SUMS)):
         return "the native extension is older than its convolutions: pip install -e . --no-build-isolation"
     return None
 
@@ -250,6 +334,11 @@ FAKES: dict[str, Callable[..., Tensor]] = {  # the operators' outputs without va
         (25, rows.shape[3] // 4, grads.shape[3]), dtype=torch.float32
     ),
 }
+
+
+WITH_SUMS = tuple(
+    f"{name}_and_{sums}" for name in _SUMMING for sums in ("moments", "gradients")
+)  # not traced: no fakes
 
 
 def register_fakes() -> None:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sub_models.fused_batch_norm import batch_norm_silu, can_fuse
+from sub_models.fused_batch_norm import NO_KERNELS, Normed, can_fuse, norm_rows
 from sub_models.native_convolutions import convolve, plan_of
+
+if NO_KERNELS is None:
+    from sub_models.frame_blocks import frame_blocks
 
 CHANNEL_MULTIPLE = 8  # bfloat16 channels that a tensor core reads at once
 
@@ -40,6 +43,20 @@ def run_relaid(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     return run_rows(layers, x.permute(0, 2, 3, 1), blocks=False)
 
 
+def run_bytes(layers: Iterable[nn.Module], frames: Tensor) -> Tensor:
+    """`run_relaid` of frames (B, height, width, C) uint8, scaled to 0..1, where `can_lay_bytes`.
+    -> (B, O, height', width')"""
+    layers = list(layers)
+    channels = 4 * frames.shape[3]
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else layers[0].weight.dtype
+    return run_rows(layers, frame_blocks(frames, channels + -channels % CHANNEL_MULTIPLE, dtype), blocks=True)
+
+
+def can_lay_bytes(first: nn.Module) -> bool:
+    """Whether `run_bytes` may begin with the layer `first`: on a GPU, in at most single precision."""
+    return NO_KERNELS is None and first.weight.is_cuda and first.weight.dtype != torch.float64
+
+
 def run_rows(layers: Iterable[nn.Module], rows: Tensor, blocks: bool) -> Tensor:
     """`run_relaid` from rows of channels on.   rows (B, height, width, C), or (B, height/2, width/2, 4C) with `blocks`,
     -> (B, O, height', width')."""
@@ -52,7 +69,7 @@ def run_unfinished(
 ) -> tuple[Tensor, Tensor | None, bool]:
     """`run_rows` without its last pass over memory: rows, the bias (O) that is still to be added to them, and whether
     they hold blocks. With `spare` a last convolution's rows keep the zero channels that it was filled up with."""
-    layers, bias = list(layers), None
+    layers, bias, moments, normed = list(layers), None, None, None
     fused = False  # was this layer computed with the one before?
     for i, layer in enumerate(layers):
         following = layers[i + 1] if i + 1 < len(layers) else None
@@ -60,14 +77,17 @@ def run_unfinished(
             fused = False
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             rows = _arrange(rows, blocks, _takes_blocks(layer))
-            rows, bias = _convolve(rows, layer, spare and following is None), layer.bias
+            is_last, asks = following is None, isinstance(following, nn.BatchNorm2d) and following.training
+            (rows, moments), bias = _convolve(rows, layer, spare and is_last, asks, normed), layer.bias
+            normed = None
             blocks = isinstance(layer, nn.ConvTranspose2d) or layer.stride == (1, 1)
         elif can_fuse(layer, following, rows):
             wanted = i + 2 < len(layers) and _takes_blocks(layers[i + 2])
-            rows = batch_norm_silu(rows, layer, bias, blocks, wanted)
-            blocks, bias, fused = wanted, None, True
+            rows, normed = norm_rows(rows, layer, bias, blocks, wanted, moments)
+            blocks, bias, moments, fused = wanted, None, None, True
         else:
             rows, bias = _by_pixel(layer, _add_bias(rows, bias), 4 if blocks else 1), None
+            moments = normed = None
     return rows, bias, blocks
 
 
@@ -134,20 +154,25 @@ def _padding_and_reach(weight: Tensor) -> tuple[int, int]:
     return padding, (padding + 1) // 2
 
 
-def _convolve(rows: Tensor, layer: nn.Conv2d | nn.ConvTranspose2d, spare: bool) -> Tensor:
-    """rows (B, height, width, C) -> (B, height, width, O), or with `spare` O rounded up to `CHANNEL_MULTIPLE`, the rest
-    zeros; C and O of the rewritten convolution."""
+def _convolve(
+    rows: Tensor, layer: nn.Conv2d | nn.ConvTranspose2d, spare: bool, asks: bool, normed: Normed | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """rows (B, height, width, C), or filled up, -> (B, height, width, O), or with `spare` O rounded up to
+    `CHANNEL_MULTIPLE`, the rest zeros; C and O of the rewritten convolution. If a norm that follows `asks`, also the
+    moments of each channel where the kernel has them, else None. normed: the norm that rows came out of, if any."""
     weight = relaid_weight(layer)  # (O, C, T, T), odd T
     channels_out, channels_in = weight.shape[:2]
     spare_out, spare_in = -channels_out % CHANNEL_MULTIPLE, -channels_in % CHANNEL_MULTIPLE
-    x, weight = F.pad(rows, (0, spare_in)), F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out))
+    x = F.pad(rows, (0, channels_in + spare_in - rows.shape[-1]))
+    weight = F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out))
+    moments = None
     if (plan := plan_of(layer, x)) is not None:
-        out = convolve(x, weight, plan)
+        out, moments = convolve(x, weight, plan, asks, normed)
     else:
         weight = weight.contiguous(memory_format=torch.channels_last)
         x = x.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
         out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)
-    return out if spare else out[..., :channels_out]
+    return out if spare else out[..., :channels_out], moments
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ from sub_models.functions_losses import (
 from sub_models.fused_encoder import LEVELS, encode_bytes, fusible_layers, may_fuse
 from sub_models.fused_imagination import ActorParts, can_draw, can_roll_out, draw_one_hot, roll_out
 from sub_models.optimiser import Optimiser
-from sub_models.space_to_depth import can_relay, run_relaid, run_rows, run_unfinished
+from sub_models.space_to_depth import can_lay_bytes, can_relay, run_bytes, run_relaid, run_rows, run_unfinished
 from sub_models.transformer_model import StochasticTransformer
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
@@ -184,10 +184,17 @@ class Encoder(nn.Module):
         if image.dtype == torch.uint8 and self.fused and may_fuse(self.training):
             rows = encode_bytes(layers[: self.fused], image.permute(0, 2, 3, 1))
             return run_rows(layers[self.fused :], rows, blocks=True).flatten(1)
+        if image.dtype == torch.uint8 and self.lays_bytes:
+            return run_bytes(layers, image.permute(0, 2, 3, 1)).flatten(1)
         if image.dtype == torch.uint8:
             image = image.to(layers[0].weight.dtype) / LEVELS
         embed = run_relaid(layers, image) if self.relaid else self.layers(image)
         return embed.flatten(1)
+
+    @property
+    def lays_bytes(self) -> bool:
+        """Whether images of bytes become blocks of pixels in one pass, so that they are better given as they are."""
+        return self.relaid and can_lay_bytes(self.layers[0])
 
 
 class Decoder(nn.Module):
@@ -403,7 +410,7 @@ class WorldModel(nn.Module):
         """
         image = self.to_image(batch.obs)
         with self.autocast():
-            log_q = self.posterior(image)  # (B, L, K, C)
+            log_q = self.posterior(batch.obs.movedim(-1, -3) if self.encoder.lays_bytes else image)  # (B, L, K, C)
             stoch = sample_one_hot(log_q).flatten(-2)  # (B, L, Z)
             error = self.decoder.error(stoch.flatten(0, 1), batch.obs.flatten(0, 1), image.flatten(0, 1))  # (B·L,)
             deter = self.sequence_model(stoch, self.encode_action(batch.action), self.segments(batch.is_first))

@@ -2,6 +2,8 @@
 // sub_models/native_convolutions.py, the latter with the fake implementations.
 #include <torch/library.h>
 
+#define NORM "Tensor normed, Tensor mean, Tensor var, Tensor weight, Tensor bias, float eps"
+
 TORCH_LIBRARY(drama_native, m) {
   m.def("encoder_front(Tensor frames, Tensor weights, Tensor shifts) -> Tensor");
   m.def("encoder_third(Tensor rows, Tensor weights, Tensor shifts) -> Tensor");
@@ -9,6 +11,12 @@ TORCH_LIBRARY(drama_native, m) {
   m.def("spread(Tensor rows, Tensor weights) -> Tensor");
   m.def("to_colours(Tensor rows, Tensor weights) -> Tensor");
   m.def("from_colours(Tensor rows, Tensor weights) -> Tensor");
+  m.def("strided_and_moments(Tensor rows, Tensor weights) -> (Tensor, Tensor)");
+  m.def("strided_and_gradients(Tensor rows, Tensor weights, " NORM ") -> (Tensor, Tensor)");
+  m.def("spread_and_moments(Tensor rows, Tensor weights) -> (Tensor, Tensor)");
+  m.def("spread_and_gradients(Tensor rows, Tensor weights, " NORM ") -> (Tensor, Tensor)");
+  m.def("from_colours_and_moments(Tensor rows, Tensor weights) -> (Tensor, Tensor)");
+  m.def("from_colours_and_gradients(Tensor rows, Tensor weights, " NORM ") -> (Tensor, Tensor)");
   m.def("colour_weight_gradient(Tensor grads, Tensor rows) -> Tensor");
   m.def("strided_weight_gradient(Tensor rows, Tensor grads) -> Tensor");
 }

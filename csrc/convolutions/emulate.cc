@@ -27,10 +27,28 @@ int emulate(int blocks, const std::function<void(int, int)>& kernel) {
 }
 
 template <typename Stage, Output OUTPUT>
-int strided(const bf16* rows, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
+int strided(const bf16* rows, const uint4* weights, const float* shifts, bf16* out, float* partial, const Norm& norm,
+            int count, int blocks) {
   blocks = std::min(blocks, count * Stage::PARTS);  // as it is launched: every block has a task
   return emulate<Stage>(blocks, [&](int thread, int i) {
-    convolve_frames<Stage, OUTPUT>(emulated::block.shared, thread, i, blocks, rows, weights, shifts, out, count);
+    convolve_frames<Stage, OUTPUT>(emulated::block.shared, thread, i, blocks, rows, weights, shifts, out, partial,
+                                   norm, count);
+  });
+}
+
+template <Sums SUMS>
+int spread_frames(const bf16* rows, const uint4* weights, bf16* out, float* partial, const Norm& norm, int count,
+                  int blocks) {
+  blocks = std::min(blocks, count * Spread::PARTS);
+  return emulate<Spread>(blocks, [&](int thread, int i) {
+    spread<SUMS>(emulated::block.shared, thread, i, blocks, rows, weights, out, partial, norm, count);
+  });
+}
+
+template <Sums SUMS>
+int first(const bf16* rows, const uint4* weights, bf16* out, float* partial, const Norm& norm, int count, int blocks) {
+  return emulate<First>(blocks, [&](int thread, int i) {
+    convolve_first<SUMS>(emulated::block.shared, thread, i, blocks, rows, weights, out, partial, norm, count);
   });
 }
 
@@ -45,27 +63,54 @@ int encoder_front(const uint8_t* frames, const uint4* weights, const float* shif
   });
 }
 int encoder_third(const bf16* rows, const uint4* weights, const float* shifts, bf16* out, int count, int blocks) {
-  return strided<StridedThird, Output::activated_blocks>(rows, weights, shifts, out, count, blocks);
+  return strided<StridedThird, Output::activated_blocks>(rows, weights, shifts, out, nullptr, {}, count, blocks);
 }
 int strided_second(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
-  return strided<StridedSecond, Output::numbers>(rows, weights, nullptr, out, count, blocks);
+  return strided<StridedSecond, Output::numbers>(rows, weights, nullptr, out, nullptr, {}, count, blocks);
 }
 int strided_third(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
-  return strided<StridedThird, Output::numbers>(rows, weights, nullptr, out, count, blocks);
+  return strided<StridedThird, Output::numbers>(rows, weights, nullptr, out, nullptr, {}, count, blocks);
 }
 int spread_pixels(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
-  blocks = std::min(blocks, count * Spread::PARTS);
-  return emulate<Spread>(blocks, [&](int thread, int i) {
-    spread(emulated::block.shared, thread, i, blocks, rows, weights, out, count);
-  });
+  return spread_frames<Sums::none>(rows, weights, out, nullptr, {}, count, blocks);
 }
 int to_colours(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
-  return strided<Colours, Output::numbers>(rows, weights, nullptr, out, count, blocks);
+  return strided<Colours, Output::numbers>(rows, weights, nullptr, out, nullptr, {}, count, blocks);
 }
 int from_colours(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
-  return emulate<First>(blocks, [&](int thread, int i) {
-    convolve_first(emulated::block.shared, thread, i, blocks, rows, weights, out, count);
-  });
+  return first<Sums::none>(rows, weights, out, nullptr, {}, count, blocks);
+}
+int strided_second_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
+                               int blocks) {
+  return strided<StridedSecond, Output::numbers_and_moments>(rows, weights, nullptr, out, partial, {}, count, blocks);
+}
+int strided_third_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
+                              int blocks) {
+  return strided<StridedThird, Output::numbers_and_moments>(rows, weights, nullptr, out, partial, {}, count, blocks);
+}
+int spread_pixels_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
+                              int blocks) {
+  return spread_frames<Sums::moments>(rows, weights, out, partial, {}, count, blocks);
+}
+int from_colours_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
+                             int blocks) {
+  return first<Sums::moments>(rows, weights, out, partial, {}, count, blocks);
+}
+int strided_second_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
+                                 int count, int blocks) {
+  return strided<StridedSecond, Output::numbers_and_gradients>(rows, weights, nullptr, out, partial, *norm, count, blocks);
+}
+int strided_third_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
+                                int count, int blocks) {
+  return strided<StridedThird, Output::numbers_and_gradients>(rows, weights, nullptr, out, partial, *norm, count, blocks);
+}
+int spread_pixels_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
+                                int count, int blocks) {
+  return spread_frames<Sums::gradients>(rows, weights, out, partial, *norm, count, blocks);
+}
+int from_colours_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
+                               int count, int blocks) {
+  return first<Sums::gradients>(rows, weights, out, partial, *norm, count, blocks);
 }
 int colour_weight_gradient(const bf16* grads, const bf16* rows, float* partial, int count, int blocks) {
   return emulate<ColourWeight>(blocks, [&](int thread, int i) {

@@ -160,6 +160,10 @@ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
 
 inline float silu_of_double(float h) { return h + h * std::tanh(h); }
 
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+inline float low_half(uint32_t pair) { return emulated::widen(pair, 0); }
+inline float high_half(uint32_t pair) { return emulated::widen(pair, 1); }
+
 inline uint32_t pack(float low, float high) {
   uint32_t bits[2];
   const float values[2] = {low, high};

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sub_models.native_convolutions import FAKES, NO_KERNELS, register_fakes
+from sub_models.native_convolutions import FAKES, NO_KERNELS, WITH_SUMS, register_fakes
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "convolutions"
 BLOCKS = 2  # of threads, so that one takes several frames where there are more
@@ -18,6 +18,16 @@ KERNELS = {  # of operators, where they go by another name or by the rows' heigh
     "spread": {32: "spread_pixels"},
     "strided_weight_gradient": {32: "second_weight_gradient"},
 }
+
+
+class Norm(ctypes.Structure):
+    """Of norm.h."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "mean", "var", "weight", "bias")), ("eps", ctypes.c_float)]
+
+    def __init__(self, *arguments):
+        *self.kept, eps = (x.contiguous() if isinstance(x, torch.Tensor) else x for x in arguments)
+        super().__init__(*(x.data_ptr() for x in self.kept), eps)
 
 
 @pytest.fixture(scope="session")
@@ -32,22 +42,35 @@ def emulated_convolutions(tmp_path_factory):
     operators = torch.library.Library("drama_native", "FRAGMENT")
 
     def register(name, schema):
-        def run(*tensors):
-            tensors = [x.contiguous() for x in tensors]
-            out, sums = FAKES[name](*tensors), name.endswith("weight_gradient")
+        plain_name, _, with_sums = name.partition("_and_")
+        sums = name.endswith("weight_gradient")
+
+        def run(*arguments):
+            count = len(arguments) if name == plain_name else 2
+            tensors = [x.contiguous() for x in arguments[:count]]
+            norm = Norm(*arguments[count:]) if arguments[count:] else None
+            out = FAKES[plain_name](*tensors)
             if sums:  # each block of threads leaves its own
                 out = out.new_empty(BLOCKS, *out.shape)
-            pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*tensors, out.fill_(float("nan")))]
-            kernel = KERNELS[name][tensors[0].shape[1]] if name in KERNELS else name
+            outputs = [out.fill_(float("nan"))]
+            if with_sums:  # by channel of a pixel; a block without tasks has none
+                outputs.append(torch.zeros(BLOCKS, 2, out.shape[-1] // (1 if plain_name == "strided" else 4)))
+            pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*tensors, *outputs)]
+            if norm is not None:
+                pointers.insert(2, ctypes.byref(norm))
+            kernel = KERNELS[plain_name][tensors[0].shape[1]] if plain_name in KERNELS else plain_name
+            kernel += name.removeprefix(plain_name)
             assert getattr(kernels, kernel)(*pointers, len(tensors[0]), BLOCKS) == 0, "bank conflicts"
-            return out.sum(0) if sums else out
+            return out.sum(0) if sums else out if len(outputs) == 1 else tuple(outputs)
 
         if not hasattr(torch.ops.drama_native, name):
             operators.define(schema)
         operators.impl(name, run, "CPU")
 
-    schemas = re.findall(r'm\.def\("((\w+)\(.*?)"\)', (SOURCES / "convolution_ops.cpp").read_text())
-    assert {name for _, name in schemas} == set(FAKES)
+    source = (SOURCES / "convolution_ops.cpp").read_text()
+    source = source.replace('" NORM "', re.search(r'#define NORM "(.*)"', source)[1])
+    schemas = re.findall(r'm\.def\("((\w+)\(.*?)"\)', source)
+    assert {name for _, name in schemas} == {*FAKES, *WITH_SUMS}
     for schema, name in schemas:
         register(name, schema)
     if NO_KERNELS is not None:

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mamba_ssm.ops.triton.launch import INTERPRETED
 from sub_models import space_to_depth
+from sub_models.fused_batch_norm import norm_rows
 from sub_models.native_convolutions import NO_KERNELS, PLANS, ROWS, convolve, plan_of
 from sub_models.space_to_depth import relaid_weight, run_relaid
 from sub_models.world_models import Decoder, Encoder
@@ -16,7 +18,13 @@ ON_GPU = torch.cuda.is_available()
 needs_kernels = pytest.mark.skipif(
     not ON_GPU or NO_KERNELS is not None, reason="needs a CUDA device and the native extension"
 )
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="operators on a CPU are those of Triton's interpreter")
 CASES = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}-{case[2]}") for case in PLANS]
+
+
+def has_sums(case):
+    """Whether the gradient of x comes with the sums of a norm before."""
+    return PLANS[case.values][1][1] is not None
 
 
 def made(kind, channels_in, channels_out, stride):
@@ -43,7 +51,7 @@ def check_a_plan(layer, side, plan, frames, device):
     x = filled(torch.randn(frames, side, side, channels_in), 3).bfloat16().to(device)
     grad = filled(torch.randn(frames, side, side, channels_out), 3).bfloat16().to(device)
     results = []
-    for run, dtype in ((lambda x, w: convolve(x, w, plan), torch.bfloat16), (exact, torch.float64)):
+    for run, dtype in ((lambda x, w: convolve(x, w, plan)[0], torch.bfloat16), (exact, torch.float64)):
         a, b = (t.to(dtype).requires_grad_() for t in (x, weight))
         y = run(a, b)
         dx, dw = torch.autograd.grad(y, (a, b), grad.to(dtype))
@@ -51,19 +59,70 @@ def check_a_plan(layer, side, plan, frames, device):
         results.append([y, dx[..., :channels_in], dw[:channels_out, :channels_in]])
     for got, expected in zip(*results, strict=True):
         assert relative_error(got, expected) < 3e-3
+    y, moments = convolve(x, weight, plan, moments=True)
+    assert torch.equal(y, results[0][0])
+    if plan[0] in ("strided", "spread", "from_colours"):
+        check_moments(moments, results[1][0].reshape(-1, layer.out_channels))
+    else:
+        assert moments is None
+
+
+def check_moments(moments, pixels):
+    variance, mean = torch.var_mean(pixels, dim=0, correction=0)
+    for got, expected in zip(moments, (mean, variance), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def check_after_a_norm(layer, side, plan, frames, device, tolerance):
+    """y = conv(silu(norm(x))) and the gradients of x, of the norm and of the weight against float64."""
+    weight = filled(filled(relaid_weight(layer).detach(), 0), 1).bfloat16().to(device)
+    takes_blocks = weight.shape[1] == 4 * layer.in_channels
+    norm = nn.BatchNorm2d(layer.in_channels, device=device)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    pixels = 2 * side if takes_blocks else side
+    image = 2 * torch.randn(frames, pixels, pixels, layer.in_channels) + torch.randn(layer.in_channels)
+    blocks = space_to_depth.space_to_depth(image).bfloat16().to(device)
+    grad = filled(torch.randn(frames, side, side, weight.shape[0]), 3).bfloat16().to(device)
+    results = []
+    for exactly in (False, True):
+        dtype = torch.float64 if exactly else torch.bfloat16
+        twin = copy.deepcopy(norm).to(torch.float64 if exactly else torch.float32)
+        x, w = (t.to(dtype).requires_grad_() for t in (blocks, weight))
+        if exactly:
+            a = F.silu(twin(space_to_depth.depth_to_space(x).permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+            y = exact(space_to_depth.space_to_depth(a) if takes_blocks else a, w)
+        else:
+            a, normed = norm_rows(x, twin, None, True, takes_blocks)
+            y, _ = convolve(a, w, plan, normed=normed)
+            assert "after_norm" in y.grad_fn.name()
+        dx, dw, *of_norm = torch.autograd.grad(y, (x, w, twin.weight, twin.bias), grad.to(dtype))
+        results.append([y, dx, dw * (weight != 0), *of_norm])
+    for got, expected in zip(*results, strict=True):
+        assert relative_error(got, expected) < tolerance
 
 
 def exact(x, weight):
     return F.conv2d(x.permute(0, 3, 1, 2), weight, padding=1).permute(0, 2, 3, 1)
 
 
+@interpreted
 @pytest.mark.parametrize(("kind", "channels_in", "channels_out", "stride"), CASES)
 def test_emulated_kernels(emulated_convolutions, kind, channels_in, channels_out, stride):
     side, plan = PLANS[kind, channels_in, channels_out, stride]
     check_a_plan(made(kind, channels_in, channels_out, stride), side, plan, 1, "cpu")
 
 
-def test_emulated_kernels_in_a_stack(emulated_convolutions, monkeypatch):
+@interpreted
+@pytest.mark.parametrize(("kind", "channels_in", "channels_out", "stride"), [case for case in CASES if has_sums(case)])
+def test_emulated_kernels_after_a_norm(emulated_convolutions, kind, channels_in, channels_out, stride):
+    side, plan = PLANS[kind, channels_in, channels_out, stride]
+    check_after_a_norm(made(kind, channels_in, channels_out, stride), side, plan, 1, "cpu", 1e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_emulated_kernels_in_a_stack(emulated_convolutions, monkeypatch, with_norm):
     """They take the places of the plain layers, in one program of torch's compiler."""
 
     def plan(layer, rows):
@@ -71,23 +130,29 @@ def test_emulated_kernels_in_a_stack(emulated_convolutions, monkeypatch):
         return plan if rows.shape[1] == side else None
 
     monkeypatch.setattr(space_to_depth, "plan_of", plan)
-    stack = nn.Sequential(made(nn.Conv2d, 3, 16, 1), nn.Tanh(), made(nn.ConvTranspose2d, 16, 3, 1))
-    image = torch.rand(1, 3, 64, 64)
+    between = (nn.BatchNorm2d(16), nn.SiLU()) if with_norm else (nn.Tanh(),)
+    monkeypatch.setattr(space_to_depth, "can_fuse", lambda *found: isinstance(found[1], nn.SiLU))
+    stack = nn.Sequential(made(nn.Conv2d, 3, 16, 1), *between, made(nn.ConvTranspose2d, 16, 3, 1))
+    twin, image = copy.deepcopy(stack), torch.rand(1, 3, 64, 64)
     expected = torch.autograd.grad(stack(image).square().sum(), list(stack.parameters()))
     program = torch.compile(run_relaid, fullgraph=True, backend="aot_eager")
-    got = torch.autograd.grad(program(list(stack), image).float().square().sum(), list(stack.parameters()))
-    for a, b in zip(got, expected, strict=True):
-        assert relative_error(a, b.double()) < 2e-2
+    got = torch.autograd.grad(program(list(twin), image).float().square().sum(), list(twin.parameters()))
+    for (name, _), a, b in zip(stack.named_parameters(), got, expected, strict=True):
+        if not (with_norm and name == "0.bias"):  # cancels in the norm
+            assert relative_error(a, b.double()) < 2e-2, name
+    for got, expected in zip(twin.buffers(), stack.buffers(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
+@interpreted
 def test_the_operator_is_registered_well(emulated_convolutions):
     """The smallest case, whose every part has or has not a kernel."""
     x, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((1, 16, 16, 128), (48, 128, 3, 3)))
     operator = torch.ops.mamba_ssm_triton.convolution_of_blocks.default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    for kernel in ("", "strided"):
+    for kernel, moments in (("", False), ("strided", False), ("strided", True)):
         rows = ROWS[kernel](weight.detach()) if kernel else None
-        torch.library.opcheck(operator, (x, weight, rows, kernel, "", ""), test_utils=tests)
+        torch.library.opcheck(operator, (x, weight, rows, kernel, "", "", moments), test_utils=tests)
 
 
 def test_no_plan_without_a_gpu():
@@ -105,6 +170,15 @@ def test_kernels_on_a_gpu(kind, channels_in, channels_out, stride, frames):
         if plan_of(layer, torch.zeros(1, side, side, 8, device="cuda")) is None:
             pytest.skip("this GPU has too little shared memory")
     check_a_plan(layer, side, plan, frames, "cuda")
+
+
+@pytest.mark.gpu
+@needs_kernels
+@pytest.mark.parametrize("frames", [2, 133])
+@pytest.mark.parametrize(("kind", "channels_in", "channels_out", "stride"), [case for case in CASES if has_sums(case)])
+def test_kernels_after_a_norm_on_a_gpu(kind, channels_in, channels_out, stride, frames):
+    side, plan = PLANS[kind, channels_in, channels_out, stride]
+    check_after_a_norm(made(kind, channels_in, channels_out, stride), side, plan, frames, "cuda", 6e-3)
 
 
 @pytest.mark.gpu

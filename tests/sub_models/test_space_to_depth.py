@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sub_models.space_to_depth import can_relay, depth_to_space, relaid_weight, run_relaid, space_to_depth
+from sub_models.fused_batch_norm import NO_KERNELS
+from sub_models.space_to_depth import can_relay, depth_to_space, relaid_weight, run_bytes, run_relaid, space_to_depth
 from sub_models.world_models import Decoder, Encoder
 
 
@@ -86,3 +87,15 @@ def test_odd_images_and_other_strides_stay_plain():
     assert not can_relay([nn.Conv2d(3, 4, 5, 1, 2)], 15, 24)
     assert not can_relay([nn.Conv2d(3, 4, 5, 3, 2)], 16, 24)
     assert not Encoder((3, 15, 15), 4, [1], 5, "same", "none", "SiLU", True).can_relay
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no Triton kernels here: {NO_KERNELS}")
+@pytest.mark.parametrize("channels", [1, 3])
+def test_frames_of_bytes(channels):
+    """Scaled and re-laid in one pass, filled up with channels that no weight reads."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers = nn.Sequential(nn.Conv2d(channels, 8, 5, 1, 2), nn.SiLU(), nn.Conv2d(8, 8, 3, 2, 1)).to(device)
+    frames = torch.randint(0, 256, (2, 8, 12, channels), dtype=torch.uint8, device=device)
+    expected = layers(frames.permute(0, 3, 1, 2) / 255.0)
+    torch.testing.assert_close(run_bytes(layers, frames), expected, rtol=1e-4, atol=1e-5)

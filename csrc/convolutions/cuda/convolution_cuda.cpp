@@ -27,15 +27,51 @@ int count_of(const at::Tensor& frames) {
   return static_cast<int>(frames.size(0));
 }
 
-// Runs `kernel` on frames and weights, with shifts unless they are undefined, into `out`.
-at::Tensor run(cudaError_t (*kernel)(const Launch&), const at::Tensor& frames, const at::Tensor& weights,
-               const at::Tensor& shifts, const at::Tensor& out) {
+using Kernel = cudaError_t (*)(const Launch&);
+
+using Kernel = cudaError_t (*)(const Launch&);
+using WithSums = std::tuple<at::Tensor, at::Tensor>;
+
+// Runs `kernel` on frames and weights, with shifts unless they are undefined, into `out` and `partial` unless that is.
+at::Tensor run(Kernel kernel, const at::Tensor& frames, const at::Tensor& weights, const at::Tensor& shifts,
+               const at::Tensor& out, const at::Tensor& partial = {}, const Norm& norm = {}) {
   const auto x = dense(frames), w = dense(weights), s = shifts.defined() ? dense(shifts) : shifts;
   const auto error = kernel({x.const_data_ptr(), w.const_data_ptr(), s.defined() ? s.const_data_ptr<float>() : nullptr,
-                             out.mutable_data_ptr(), count_of(x), c10::cuda::getCurrentCUDAStream()});
+                             out.mutable_data_ptr(), partial.defined() ? partial.mutable_data_ptr<float>() : nullptr, norm,
+                             count_of(x), c10::cuda::getCurrentCUDAStream()});
   TORCH_CHECK(error == cudaSuccess, "convolution: ", cudaGetErrorString(error));
   return out;
 }
+
+// A convolution with sums for a batch norm beside it: what it checks and lays its output in, how it is run.
+struct Summed {
+  at::Tensor (*output)(const at::Tensor& rows, const at::Tensor& weights);
+  Kernel with_moments, with_gradients;
+  int (*blocks)(int frames);
+  int64_t channels;
+
+  at::Tensor partial(const at::Tensor& rows) const {
+    return at::empty({blocks(count_of(rows)), 2, channels}, rows.options().dtype(at::kFloat));
+  }
+
+  WithSums moments(const at::Tensor& rows, const at::Tensor& weights) const {
+    const c10::cuda::CUDAGuard guard(rows.device());
+    const auto out = output(rows, weights), sums = partial(rows);
+    return {run(with_moments, rows, weights, {}, out, sums), sums};
+  }
+
+  WithSums gradients(const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
+                     const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) const {
+    const c10::cuda::CUDAGuard guard(rows.device());
+    const auto out = output(rows, weights), sums = partial(rows), x = dense(normed);
+    TORCH_CHECK_VALUE(x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.numel() == out.numel(),
+                      "convolution: what was normed has ", x.numel(), " numbers, expected ", out.numel(), " in bfloat16");
+    for (const auto& of_channel : {mean, var, weight, bias}) expect("a norm's part", of_channel, {channels}, at::kFloat);
+    const Norm norm{x.const_data_ptr(),            mean.const_data_ptr<float>(), var.const_data_ptr<float>(),
+                    weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(eps)};
+    return {run(with_gradients, rows, weights, {}, out, sums, norm), sums};
+  }
+};
 
 at::Tensor front(const at::Tensor& frames, const at::Tensor& weights, const at::Tensor& shifts) {
   expect("frames", frames, {frames.size(0), 64, 64, 3}, at::kByte);
@@ -53,22 +89,44 @@ at::Tensor third(const at::Tensor& rows, const at::Tensor& weights, const at::Te
   return run(encoder_third, rows, weights, shifts, at::empty({rows.size(0), 8, 8, 4 * 48}, rows.options()));
 }
 
-at::Tensor strided(const at::Tensor& rows, const at::Tensor& weights) {
-  const bool second = rows.dim() == 4 && rows.size(1) == 32;
+bool is_second(const at::Tensor& rows) { return rows.dim() == 4 && rows.size(1) == 32; }
+
+at::Tensor strided_output(const at::Tensor& rows, const at::Tensor& weights) {
+  const bool second = is_second(rows);
   const int64_t side = second ? 32 : 16, channels = second ? 16 : 32, columns = second ? 32 : 48;
   expect("rows", rows, {rows.size(0), side, side, 4 * channels}, at::kBFloat16);
   expect("weights", weights, {25 * channels / 16 * columns, 16}, at::kBFloat16);
+  return at::empty({rows.size(0), side, side, columns}, rows.options());
+}
+
+at::Tensor spread_output(const at::Tensor& rows, const at::Tensor& weights) {
+  expect("rows", rows, {rows.size(0), 32, 32, 32}, at::kBFloat16);
+  expect("weights", weights, {25 * 2 * 16, 16}, at::kBFloat16);
+  return at::empty({rows.size(0), 32, 32, 4 * 16}, rows.options());
+}
+
+at::Tensor from_colours_output(const at::Tensor& rows, const at::Tensor& weights) {
+  expect("rows", rows, {rows.size(0), 32, 32, 16}, at::kBFloat16);
+  expect("weights", weights, {7 * 64, 16}, at::kBFloat16);
+  return at::empty({rows.size(0), 32, 32, 4 * 16}, rows.options());
+}
+
+constexpr Summed SECOND{strided_output, strided_second_and_moments, strided_second_and_gradients, strided_second_blocks, 32};
+constexpr Summed THIRD{strided_output, strided_third_and_moments, strided_third_and_gradients, strided_third_blocks, 48};
+constexpr Summed SPREAD{spread_output, spread_pixels_and_moments, spread_pixels_and_gradients, spread_blocks, 16};
+constexpr Summed FROM_COLOURS{from_colours_output, from_colours_and_moments, from_colours_and_gradients, first_blocks, 16};
+
+at::Tensor strided(const at::Tensor& rows, const at::Tensor& weights) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  const auto out = at::empty({rows.size(0), side, side, columns}, rows.options());
-  return run(second ? strided_second : strided_third, rows, weights, {}, out);
+  return run(is_second(rows) ? strided_second : strided_third, rows, weights, {}, strided_output(rows, weights));
 }
 
 at::Tensor spread(const at::Tensor& rows, const at::Tensor& weights) {
-  expect("rows", rows, {rows.size(0), 32, 32, 32}, at::kBFloat16);
-  expect("weights", weights, {25 * 2 * 16, 16}, at::kBFloat16);
   const c10::cuda::CUDAGuard guard(rows.device());
-  return run(spread_pixels, rows, weights, {}, at::empty({rows.size(0), 32, 32, 4 * 16}, rows.options()));
+  return run(spread_pixels, rows, weights, {}, spread_output(rows, weights));
 }
+
+const Summed& strided_of(const at::Tensor& rows) { return is_second(rows) ? SECOND : THIRD; }
 
 at::Tensor blocks_to_colours(const at::Tensor& rows, const at::Tensor& weights) {
   expect("rows", rows, {rows.size(0), 32, 32, 4 * 16}, at::kBFloat16);
@@ -78,10 +136,8 @@ at::Tensor blocks_to_colours(const at::Tensor& rows, const at::Tensor& weights) 
 }
 
 at::Tensor blocks_from_colours(const at::Tensor& rows, const at::Tensor& weights) {
-  expect("rows", rows, {rows.size(0), 32, 32, 16}, at::kBFloat16);
-  expect("weights", weights, {7 * 64, 16}, at::kBFloat16);
   const c10::cuda::CUDAGuard guard(rows.device());
-  return run(from_colours, rows, weights, {}, at::empty({rows.size(0), 32, 32, 4 * 16}, rows.options()));
+  return run(from_colours, rows, weights, {}, from_colours_output(rows, weights));
 }
 
 at::Tensor weight_of_colours(const at::Tensor& grads, const at::Tensor& rows) {
@@ -111,6 +167,30 @@ TORCH_LIBRARY_IMPL(drama_native, CUDA, m) {
   m.impl("spread", spread);
   m.impl("to_colours", blocks_to_colours);
   m.impl("from_colours", blocks_from_colours);
+  m.impl("strided_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
+    return strided_of(rows).moments(rows, weights);
+  });
+  m.impl("strided_and_gradients",
+         [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
+            const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+           return strided_of(rows).gradients(rows, weights, normed, mean, var, weight, bias, eps);
+         });
+  m.impl("spread_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
+    return SPREAD.moments(rows, weights);
+  });
+  m.impl("spread_and_gradients",
+         [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
+            const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+           return SPREAD.gradients(rows, weights, normed, mean, var, weight, bias, eps);
+         });
+  m.impl("from_colours_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
+    return FROM_COLOURS.moments(rows, weights);
+  });
+  m.impl("from_colours_and_gradients",
+         [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
+            const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+           return FROM_COLOURS.gradients(rows, weights, normed, mean, var, weight, bias, eps);
+         });
   m.impl("colour_weight_gradient", weight_of_colours);
   m.impl("strided_weight_gradient", weight_of_strided);
 }

@@ -13,7 +13,7 @@
 namespace drama::cuda {
 namespace {
 
-constexpr int FIRST_BLOCKS = 2, WEIGHT_BLOCKS = 2;  // of threads on a multiprocessor
+constexpr int WEIGHT_BLOCKS = 2;  // of threads on a multiprocessor
 
 extern __shared__ __align__(128) char memory[];
 
@@ -23,19 +23,26 @@ __global__ __launch_bounds__(Front::THREADS, 1) void front_kernel(const uint8_t*
 }
 
 template <typename Stage, Output OUTPUT>
-__global__ __launch_bounds__(Stage::THREADS, 1) void strided_kernel(const bf16* frames, const uint4* weights,
-                                                                    const float* shifts, bf16* out, int count) {
-  convolve_frames<Stage, OUTPUT>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, shifts, out, count);
+__global__ __launch_bounds__(Stage::THREADS, Stage::RESIDENT) void strided_kernel(const bf16* frames,
+                                                                                  const uint4* weights,
+                                                                                  const float* shifts, bf16* out,
+                                                                                  float* partial, Norm norm, int count) {
+  convolve_frames<Stage, OUTPUT>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, shifts, out, partial, norm,
+                                 count);
 }
 
-__global__ __launch_bounds__(Spread::THREADS, 1) void spread_kernel(const bf16* frames, const uint4* weights, bf16* out,
-                                                                    int count) {
-  spread(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, count);
+template <Sums SUMS>
+__global__ __launch_bounds__(Spread::THREADS, Spread::RESIDENT) void spread_kernel(const bf16* frames,
+                                                                                   const uint4* weights, bf16* out,
+                                                                                   float* partial, Norm norm, int count) {
+  spread<SUMS>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, partial, norm, count);
 }
 
-__global__ __launch_bounds__(First::THREADS, FIRST_BLOCKS) void first_kernel(const bf16* frames, const uint4* weights,
-                                                                             bf16* out, int count) {
-  convolve_first(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, count);
+template <Sums SUMS>
+__global__ __launch_bounds__(First::THREADS, First::RESIDENT) void first_kernel(const bf16* frames,
+                                                                                const uint4* weights, bf16* out,
+                                                                                float* partial, Norm norm, int count) {
+  convolve_first<SUMS>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, partial, norm, count);
 }
 
 __global__ __launch_bounds__(ColourWeight::THREADS, WEIGHT_BLOCKS) void colour_weight_kernel(const bf16* grads,
@@ -59,11 +66,29 @@ cudaError_t launch(void (*kernel)(Parameters...), int blocks, cudaStream_t strea
   return cudaGetLastError();
 }
 
-// One block of threads on a multiprocessor: it keeps the weights and walks over its frames.
+// Blocks of threads that keep the weights and walk over their tasks.
+template <typename Stage>
+int blocks_of(int tasks) {
+  return std::min(Stage::RESIDENT * multiprocessors(), tasks);
+}
+
 template <typename Stage, Output OUTPUT>
 cudaError_t strided(const Launch& l) {
-  const int blocks = std::min(multiprocessors(), l.count * Stage::PARTS);
-  return launch<Stage>(strided_kernel<Stage, OUTPUT>, blocks, l.stream, l.frames, l.weights, l.shifts, l.out, l.count);
+  const int blocks = blocks_of<Stage>(l.count * Stage::PARTS);
+  return launch<Stage>(strided_kernel<Stage, OUTPUT>, blocks, l.stream, l.frames, l.weights, l.shifts, l.out, l.partial,
+                       l.norm, l.count);
+}
+
+template <Sums SUMS>
+cudaError_t spread_frames(const Launch& l) {
+  const int blocks = spread_blocks(l.count);
+  return launch<Spread>(spread_kernel<SUMS>, blocks, l.stream, l.frames, l.weights, l.out, l.partial, l.norm, l.count);
+}
+
+template <Sums SUMS>
+cudaError_t first(const Launch& l) {
+  const int blocks = first_blocks(l.count);
+  return launch<First>(first_kernel<SUMS>, blocks, l.stream, l.frames, l.weights, l.out, l.partial, l.norm, l.count);
 }
 
 }  // namespace
@@ -74,6 +99,14 @@ int multiprocessors() {
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   return count;
 }
+
+int strided_second_blocks(int frames) { return blocks_of<StridedSecond>(StridedSecond::PARTS * frames); }
+
+int strided_third_blocks(int frames) { return blocks_of<StridedThird>(StridedThird::PARTS * frames); }
+
+int spread_blocks(int frames) { return blocks_of<Spread>(Spread::PARTS * frames); }
+
+int first_blocks(int frames) { return blocks_of<First>(frames); }
 
 int colour_weight_blocks(int frames) { return std::min(WEIGHT_BLOCKS * multiprocessors(), ColourWeight::PARTS * frames); }
 
@@ -87,16 +120,18 @@ cudaError_t encoder_third(const Launch& l) { return strided<StridedThird, Output
 cudaError_t strided_second(const Launch& l) { return strided<StridedSecond, Output::numbers>(l); }
 cudaError_t strided_third(const Launch& l) { return strided<StridedThird, Output::numbers>(l); }
 cudaError_t to_colours(const Launch& l) { return strided<Colours, Output::numbers>(l); }
+cudaError_t spread_pixels(const Launch& l) { return spread_frames<Sums::none>(l); }
+cudaError_t from_colours(const Launch& l) { return first<Sums::none>(l); }
 
-cudaError_t spread_pixels(const Launch& l) {
-  const int blocks = std::min(multiprocessors(), l.count * Spread::PARTS);
-  return launch<Spread>(spread_kernel, blocks, l.stream, l.frames, l.weights, l.out, l.count);
-}
+cudaError_t strided_second_and_moments(const Launch& l) { return strided<StridedSecond, Output::numbers_and_moments>(l); }
+cudaError_t strided_third_and_moments(const Launch& l) { return strided<StridedThird, Output::numbers_and_moments>(l); }
+cudaError_t spread_pixels_and_moments(const Launch& l) { return spread_frames<Sums::moments>(l); }
+cudaError_t from_colours_and_moments(const Launch& l) { return first<Sums::moments>(l); }
 
-cudaError_t from_colours(const Launch& l) {
-  const int blocks = std::min(FIRST_BLOCKS * multiprocessors(), l.count);
-  return launch<First>(first_kernel, blocks, l.stream, l.frames, l.weights, l.out, l.count);
-}
+cudaError_t strided_second_and_gradients(const Launch& l) { return strided<StridedSecond, Output::numbers_and_gradients>(l); }
+cudaError_t strided_third_and_gradients(const Launch& l) { return strided<StridedThird, Output::numbers_and_gradients>(l); }
+cudaError_t spread_pixels_and_gradients(const Launch& l) { return spread_frames<Sums::gradients>(l); }
+cudaError_t from_colours_and_gradients(const Launch& l) { return first<Sums::gradients>(l); }
 
 cudaError_t colour_weight_gradient(const Launch& l) {
   const int blocks = colour_weight_blocks(l.count);

@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "norm.h"
+
 namespace drama::cuda {
 
 struct Launch {
@@ -9,11 +11,17 @@ struct Launch {
   const void* weights;  // or what meets the frames
   const float* shifts;  // of norms; null without
   void* out;
+  float* partial;  // sums of each block of threads; null without
+  Norm norm;
   int count;
   cudaStream_t stream;
 };
 
-int multiprocessors();                 // of the current device
+int multiprocessors();  // of the current device
+int strided_second_blocks(int frames);  // of threads, each leaves its sums in `partial`
+int strided_third_blocks(int frames);
+int spread_blocks(int frames);
+int first_blocks(int frames);
 int colour_weight_blocks(int frames);  // of threads, each leaves its sums in `out`
 int second_weight_blocks(int frames);
 
@@ -24,6 +32,14 @@ cudaError_t strided_third(const Launch& l);
 cudaError_t spread_pixels(const Launch& l);
 cudaError_t to_colours(const Launch& l);
 cudaError_t from_colours(const Launch& l);
+cudaError_t strided_second_and_moments(const Launch& l);
+cudaError_t strided_third_and_moments(const Launch& l);
+cudaError_t spread_pixels_and_moments(const Launch& l);
+cudaError_t from_colours_and_moments(const Launch& l);
+cudaError_t strided_second_and_gradients(const Launch& l);
+cudaError_t strided_third_and_gradients(const Launch& l);
+cudaError_t spread_pixels_and_gradients(const Launch& l);
+cudaError_t from_colours_and_gradients(const Launch& l);
 cudaError_t colour_weight_gradient(const Launch& l);
 cudaError_t second_weight_gradient(const Launch& l);
 

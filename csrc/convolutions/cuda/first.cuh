@@ -7,9 +7,12 @@ namespace drama::cuda {
 
 struct First {
   static constexpr int THREADS = 256, WARPS = THREADS / 32, BLOCKS = Windows::SIDE * Windows::SIDE / 4;
+  static constexpr int RESIDENT = 2;  // blocks of threads on a multiprocessor
   static constexpr int IN = 16, OUT = 64;  // numbers of a block, the last 4 that come in without meaning
   static constexpr int IMAGE_AT = Windows::WEIGHT_ROWS * WEIGHT_ROW;  // in shared memory, in bytes
-  static constexpr int SHARED_BYTES = IMAGE_AT + Windows::IMAGE_BYTES;
+  static constexpr int NORM_AT = IMAGE_AT + Windows::IMAGE_BYTES, SHARED_BYTES = NORM_AT + 2 * 16 * 4;
+
+  using Channels = ChannelSums<16, 8>;
 
   char* shared;
   int thread, lane, warp;
@@ -31,12 +34,37 @@ struct First {
     }
   }
 
+  // x (32, 64), a line
+  __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[2][8][4], const bf16* x) const {
+    const float* norm = reinterpret_cast<const float*>(shared + NORM_AT) + lane % 2 * 8;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        const bf16* block = x + (m * 16 + eight * 8 + lane / 4) * OUT + lane % 4 * 8;
+        uint4 v[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) v[half] = *reinterpret_cast<const uint4*>(block + half * 32);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sums.add_pair<0>(acc[m][4 * half] + 2 * eight, v[half].x, norm);
+          sums.add_pair<2>(acc[m][4 * half + 1] + 2 * eight, v[half].y, norm + 2);
+          sums.add_pair<4>(acc[m][4 * half + 2] + 2 * eight, v[half].z, norm + 4);
+          sums.add_pair<6>(acc[m][4 * half + 3] + 2 * eight, v[half].w, norm + 6);
+        }
+      }
+  }
+
   // out (32, 32, 64). A lane holds 8 channels, half of them or the other by its parity, of two pixels.
-  __device__ void convolve(bf16* out) const {
+  // x: as out, for sums of gradients.
+  template <Sums SUMS>
+  __device__ void convolve(bf16* out, Channels& sums, const bf16* x) const {
 #pragma unroll 1
     for (int line = warp; line < Windows::SIDE / 2; line += WARPS) {
       float acc[2][8][4];
       Windows::multiply(acc, shared + IMAGE_AT, line, shared_address(shared), lane);
+      if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
+      if constexpr (SUMS == Sums::gradients) add_gradients(sums, acc, x + line * 32 * OUT);
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -57,16 +85,26 @@ struct First {
   }
 };
 
-// frames (count, 32, 32, 16); weights: rows of 16 numbers; out (count, 32, 32, 64)
+// frames (count, 32, 32, 16); weights: rows of 16 numbers; out (count, 32, 32, 64), norm.x likewise; partial (blocks, 2, 16):
+// sums, see channel_sums.cuh.
+template <Sums SUMS>
 __device__ void convolve_first(char* shared, int thread, int block, int blocks, const bf16* frames,
-                               const uint4* weights, bf16* out, int count) {
+                               const uint4* weights, bf16* out, float* partial, const Norm& norm, int count) {
   const First stage(shared, thread);
   stage.begin(weights);
+  if constexpr (SUMS == Sums::gradients) {
+    store_norm(reinterpret_cast<float*>(shared + First::NORM_AT), norm, First::Channels::CHANNELS, thread);
+  }
+  First::Channels sums;
   for (int frame = block; frame < count; frame += blocks) {
     __syncthreads();
     stage.load(frames + static_cast<int64_t>(frame) * First::BLOCKS * First::IN);
     __syncthreads();
-    stage.convolve(out + static_cast<int64_t>(frame) * First::BLOCKS * First::OUT);
+    const int64_t at = static_cast<int64_t>(frame) * First::BLOCKS * First::OUT;
+    stage.convolve<SUMS>(out + at, sums, static_cast<const bf16*>(norm.x) + at);
+  }
+  if constexpr (SUMS != Sums::none) {
+    sums.finish<First::THREADS>(shared, thread, partial + block * 2 * First::Channels::CHANNELS);
   }
 }
 

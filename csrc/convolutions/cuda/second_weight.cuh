@@ -2,7 +2,7 @@
 // to 48, cuDNN is faster.
 //
 // For each tap, X^T G summed over all outputs: X (outputs, channels), the pixels that the tap reads; G (outputs, columns),
-// the outputs' gradients. A warp has the 5 taps of a row of the kernel and every other 16 outputs.
+// the outputs' gradients. A warp has the 5 taps of a row of the kernel and every third 16 outputs.
 #pragma once
 #include "strided_product.cuh"
 
@@ -11,7 +11,7 @@ namespace drama::cuda {
 struct SecondWeight {
   static constexpr int CHANNELS = 16, SIDE = 64, COLUMNS = 32, PARTS = 2;
   static constexpr int OUT_SIDE = SIDE / 2, OUT_ROWS = OUT_SIDE / PARTS, KERNEL = 5, FRAGMENTS = COLUMNS / 8;
-  static constexpr int SHARES = 2, THREADS = KERNEL * SHARES * 32;
+  static constexpr int SHARES = 3, THREADS = KERNEL * SHARES * 32;
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, GRADS = OUT_SIDE * OUT_SIDE * COLUMNS;
   static constexpr int SUMS = KERNEL * KERNEL * CHANNELS * COLUMNS;
   // Shared memory, in bytes: frames as in strided.cuh, and gradients.
@@ -101,11 +101,8 @@ struct SecondWeight {
           for (int k = 0; k < 4; ++k) {
             const int channel = lane / 4 + k / 2 * 8, column = f * 8 + lane % 4 * 2 + k % 2;
             const int place = ((down * KERNEL + dx) * CHANNELS + channel) * COLUMNS + column;
-            if (turn == 1) {
-              sums[place] = acc[dx][f][k];
-            } else {
-              partial[place] = sums[place] + acc[dx][f][k];
-            }
+            const float total = turn == SHARES - 1 ? acc[dx][f][k] : sums[place] + acc[dx][f][k];
+            (turn == 0 ? partial : sums)[place] = total;
           }
     }
   }

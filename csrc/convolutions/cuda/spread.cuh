@@ -7,12 +7,16 @@ namespace drama::cuda {
 
 struct Spread {
   static constexpr int SIDE = 32, CHANNELS = 32, COLUMNS = 16, TAPS = 25, STEPS = CHANNELS / 16;  // 16 numbers a step
-  static constexpr int THREADS = 256, WARPS = THREADS / 32, PARTS = 2, ROWS = SIDE / PARTS, TILES = ROWS * 2 / WARPS;
+  static constexpr int THREADS = 256, WARPS = THREADS / 32, PARTS = 4, ROWS = SIDE / PARTS, TILES = ROWS * 2 / WARPS;
+  static constexpr int RESIDENT = 2;  // blocks of threads on a multiprocessor
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, OUT = SIDE * SIDE * 4 * COLUMNS;
   static constexpr int WEIGHT_ROWS = TAPS * STEPS * COLUMNS;
   // Shared memory, in bytes: frames with a border of one pixel.
   static constexpr int PIXEL = 64, ROW = (SIDE + 2) * PIXEL, BUFFER = (ROWS + 2) * ROW;
-  static constexpr int BUFFERS_AT = WEIGHT_ROWS * WEIGHT_ROW, SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
+  static constexpr int BUFFERS_AT = WEIGHT_ROWS * WEIGHT_ROW, NORM_AT = BUFFERS_AT + 2 * BUFFER;
+  static constexpr int SHARED_BYTES = NORM_AT + 2 * COLUMNS * 4;
+
+  using Channels = ChannelSums<COLUMNS, COLUMNS / 4>;
 
   char* shared;
   int thread, lane, warp;
@@ -77,6 +81,26 @@ struct Spread {
       }
   }
 
+  // x (32, 32, 4, 16)
+  __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[TILES][8][4], const bf16* x,
+                                                const float* norm, int first_row) const {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        const int row = first_row + m / 2, column = m % 2 * 16 + eight * 8 + lane / 4;
+        const bf16* block = x + (row * SIDE + column) * 4 * COLUMNS + lane % 4 * 4;
+        uint2 v[4];
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) v[pixel] = *reinterpret_cast<const uint2*>(block + pixel * COLUMNS);
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) {
+          sums.add_pair<0>(acc[m][2 * pixel] + 2 * eight, v[pixel].x, norm + lane % 4 * 4);
+          sums.add_pair<2>(acc[m][2 * pixel + 1] + 2 * eight, v[pixel].y, norm + lane % 4 * 4 + 2);
+        }
+      }
+  }
+
   // out (32, 32, 4, 16)
   __device__ __forceinline__ void write(bf16* out, const float (&acc)[TILES][8][4], int first_row) const {
 #pragma unroll
@@ -95,15 +119,20 @@ struct Spread {
   }
 };
 
-// frames (count, 32, 32, 32); weights: rows of 16 numbers; out (count, 32, 32, 4, 16)
+// frames (count, 32, 32, 32); weights: rows of 16 numbers; out (count, 32, 32, 4, 16), norm.x likewise; partial (blocks, 2,
+// 16): sums, see channel_sums.cuh.
+template <Sums SUMS>
 __device__ void spread(char* shared, int thread, int block, int blocks, const bf16* frames, const uint4* weights,
-                       bf16* out, int count) {
+                       bf16* out, float* partial, const Norm& norm, int count) {
   const Spread stage(shared, thread);
   const auto fetch = [&](int task, int buffer) {
     stage.fetch(frames + static_cast<int64_t>(task / Spread::PARTS) * Spread::FRAME, task % Spread::PARTS, buffer);
   };
   stage.begin(weights);
+  float* scales = reinterpret_cast<float*>(shared + Spread::NORM_AT);
+  if constexpr (SUMS == Sums::gradients) store_norm(scales, norm, Spread::COLUMNS, thread);
   __syncthreads();
+  Spread::Channels sums;
   const int tasks = count * Spread::PARTS;
   fetch(block, 0);
   commit_copies();
@@ -111,9 +140,15 @@ __device__ void spread(char* shared, int thread, int block, int blocks, const bf
     float acc[Spread::TILES][8][4];
     set_zero(acc);
     stage.multiply(acc, buffer);
-    stage.write(out + static_cast<int64_t>(task / Spread::PARTS) * Spread::OUT, acc,
-                task % Spread::PARTS * Spread::ROWS + stage.warp * (Spread::TILES / 2));
+    const int64_t frame = static_cast<int64_t>(task / Spread::PARTS) * Spread::OUT;
+    const int row = task % Spread::PARTS * Spread::ROWS + stage.warp * (Spread::TILES / 2);
+    if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
+    if constexpr (SUMS == Sums::gradients) stage.add_gradients(sums, acc, static_cast<const bf16*>(norm.x) + frame, scales, row);
+    stage.write(out + frame, acc, row);
   });
+  if constexpr (SUMS != Sums::none) {
+    sums.template finish<Spread::THREADS>(shared, thread, partial + block * 2 * Spread::COLUMNS);
+  }
 }
 
 }  // namespace drama::cuda

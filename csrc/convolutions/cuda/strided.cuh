@@ -7,10 +7,11 @@
 namespace drama::cuda {
 
 // Frames of SIDE x SIDE pixels as blocks of 2x2, PIXEL bytes each; PARTS of SIDE / 2 / PARTS rows of outputs are computed
-// at a time, in COLUMNS.
-template <int KERNEL_, int PIXEL_, int SIDE_, int COLUMNS_, int PARTS_>
+// at a time, in COLUMNS, by each of RESIDENT blocks of threads on a multiprocessor.
+template <int KERNEL_, int PIXEL_, int SIDE_, int COLUMNS_, int PARTS_, int RESIDENT_>
 struct Strided {
   static constexpr int KERNEL = KERNEL_, PIXEL = PIXEL_, SIDE = SIDE_, COLUMNS = COLUMNS_, PARTS = PARTS_;
+  static constexpr int RESIDENT = RESIDENT_;
   static constexpr int THREADS = 256, WARPS = THREADS / 32, CHANNELS = PIXEL / 2;
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, OUT_SIDE = SIDE / 2, OUT_ROWS = OUT_SIDE / PARTS;
   static constexpr int WEIGHT_ROWS = KERNEL * KERNEL * CHANNELS / 16 * COLUMNS;
@@ -18,7 +19,7 @@ struct Strided {
   static constexpr int PLANE = (OUT_SIDE + 1) * PIXEL, ROW = 2 * PLANE, ROWS = 2 * OUT_ROWS + KERNEL - 2;
   static constexpr int SHIFTS_AT = WEIGHT_ROWS * WEIGHT_ROW, BUFFERS_AT = SHIFTS_AT + COLUMNS * 4;
   static constexpr int BUFFER = ROW * ROWS + 2 * PIXEL;
-  static constexpr int SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
+  static constexpr int NORM_AT = BUFFERS_AT + 2 * BUFFER, SHARED_BYTES = NORM_AT + 2 * COLUMNS * 4;
   static_assert(SIDE * PIXEL / 8 == THREADS);  // chunks of a row of blocks
 
   char* shared;
@@ -63,13 +64,14 @@ struct Strided {
   }
 };
 
-enum class Output { numbers, activated_blocks };
+enum class Output { numbers, numbers_and_moments, numbers_and_gradients, activated_blocks };
 
 // frames (count, SIDE / 2, SIDE / 2, 4, channels); weights: rows of 16 numbers; out (count, SIDE / 2, SIDE / 2, COLUMNS), or
-// the same as blocks of 2x2.
+// the same as blocks of 2x2; partial (blocks, 2, COLUMNS): sums, see channel_sums.cuh. norm.x: as blocks of 2x2.
 template <typename Stage, Output OUTPUT>
 __device__ void convolve_frames(char* shared, int thread, int block, int blocks, const bf16* frames,
-                                const uint4* weights, const float* shifts, bf16* out, int count) {
+                                const uint4* weights, const float* shifts, bf16* out, float* partial, const Norm& norm,
+                                int count) {
   constexpr int ACROSS = Stage::OUT_SIDE / 16, TILES = Stage::OUT_ROWS * ACROSS / Stage::WARPS;
   constexpr int OUT = Stage::OUT_SIDE * Stage::OUT_SIDE * Stage::COLUMNS;
   const Stage stage(shared, thread);
@@ -77,7 +79,10 @@ __device__ void convolve_frames(char* shared, int thread, int block, int blocks,
     stage.fetch(frames + static_cast<int64_t>(task / Stage::PARTS) * Stage::FRAME, task % Stage::PARTS, buffer);
   };
   stage.begin(weights, shifts);
+  float* scales = reinterpret_cast<float*>(shared + Stage::NORM_AT);
+  if constexpr (OUTPUT == Output::numbers_and_gradients) store_norm(scales, norm, Stage::COLUMNS, thread);
   __syncthreads();
+  ChannelSums<Stage::COLUMNS, Stage::COLUMNS / 4> sums;
   const int tasks = count * Stage::PARTS;
   fetch(block, 0);
   commit_copies();
@@ -89,13 +94,20 @@ __device__ void convolve_frames(char* shared, int thread, int block, int blocks,
     if constexpr (OUTPUT == Output::activated_blocks) {
       write_blocks<Stage::OUT_SIDE>(frame, acc, stage.shifts(), row, stage.lane);
     } else {
+      if constexpr (OUTPUT == Output::numbers_and_moments) sums.add_tiles(acc);
+      if constexpr (OUTPUT == Output::numbers_and_gradients) {
+        add_gradients<Stage::OUT_SIDE>(sums, acc, static_cast<const bf16*>(norm.x) + (frame - out), scales, row, stage.lane);
+      }
       write_pixels<Stage::OUT_SIDE>(frame, acc, row, stage.lane);
     }
   });
+  if constexpr (OUTPUT == Output::numbers_and_moments || OUTPUT == Output::numbers_and_gradients) {
+    sums.template finish<Stage::THREADS>(shared, thread, partial + block * 2 * Stage::COLUMNS);
+  }
 }
 
-using StridedSecond = Strided<5, 32, 64, 32, 2>;
-using StridedThird = Strided<5, 64, 32, 48, 1>;
-using Colours = Strided<6, 32, 64, 16, 2>;
+using StridedSecond = Strided<5, 32, 64, 32, 4, 2>;
+using StridedThird = Strided<5, 64, 32, 48, 1, 1>;
+using Colours = Strided<6, 32, 64, 16, 2, 1>;
 
 }  // namespace drama::cuda

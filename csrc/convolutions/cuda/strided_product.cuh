@@ -5,6 +5,7 @@
 // pixel's 16-byte chunks change places with its column and row, so that eight neighbours start in different banks. Weights
 // lie as (step, column of the product, 16 numbers), a step being a tap's 16 channels, and change places likewise.
 #pragma once
+#include "channel_sums.cuh"
 #include "tensor_core.cuh"
 
 namespace drama::cuda {
@@ -114,6 +115,39 @@ __device__ __forceinline__ void write_pixels(bf16* out, const float (&acc)[TILES
         *reinterpret_cast<uint2*>(pixel + WHOLE + quad * 4) = make_uint2(v[FRAGMENTS - 2], v[FRAGMENTS - 1]);
       }
     }
+}
+
+// Adds sums of gradients: acc as `write_pixels` takes it, x the same pixels in blocks of 2x2.
+template <int SIDE, int TILES, int FRAGMENTS, typename ChannelSums>
+__device__ __forceinline__ void add_gradients(ChannelSums& sums, const float (&acc)[TILES][FRAGMENTS][4], const bf16* x,
+                                              const float* norm, int first_row, int lane) {
+  constexpr int ACROSS = SIDE / 16, CHANNELS = FRAGMENTS * 8, WHOLE = CHANNELS / 32 * 32;
+  const int quad = lane % 4;
+#pragma unroll
+  for (int m = 0; m < TILES; ++m) {
+    uint4 v[2];
+    uint2 w[2];
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+      const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
+      const bf16* pixel = x + ((row / 2 * (SIDE / 2) + column / 2) * 4 + row % 2 * 2 + column % 2) * CHANNELS;
+      v[eight] = *reinterpret_cast<const uint4*>(pixel + quad * 8);
+      if constexpr (FRAGMENTS % 4 == 2) w[eight] = *reinterpret_cast<const uint2*>(pixel + WHOLE + quad * 4);
+    }
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+      const float* eights = norm + quad * 8;
+      sums.template add_pair<0>(acc[m][0] + 2 * eight, v[eight].x, eights);
+      sums.template add_pair<2>(acc[m][1] + 2 * eight, v[eight].y, eights + 2);
+      sums.template add_pair<4>(acc[m][2] + 2 * eight, v[eight].z, eights + 4);
+      sums.template add_pair<6>(acc[m][3] + 2 * eight, v[eight].w, eights + 6);
+      if constexpr (FRAGMENTS % 4 == 2) {
+        const float* fours = norm + WHOLE + quad * 4;
+        sums.template add_pair<8>(acc[m][4] + 2 * eight, w[eight].x, fours);
+        sums.template add_pair<10>(acc[m][5] + 2 * eight, w[eight].y, fours + 2);
+      }
+    }
+  }
 }
 
 template <int TILES, int FRAGMENTS>
