@@ -317,8 +317,8 @@ class ActorCriticAgent(nn.Module):
         """Loss of a whole rollout, and its parts as detached 0-d tensors; moves the return scale."""
         normed = self._normed(rollout)  # (B, H+1, F), once for all networks
         value_logits = self._value_logits(self.critic, normed)  # (B, H+1, N)
-        value = self.value_code.decode(value_logits).detach()
-        target, slow_target = self._targets(rollout, normed, value)
+        value = self.value_code.decode(value_logits)
+        target, slow_target = self._targets(rollout, value, self._slow_value(normed))
         scale = self.return_scale.update(target, rollout.weight)
         advantage = (target - value[:, :-1]) / scale
 
@@ -340,9 +340,13 @@ class ActorCriticAgent(nn.Module):
     # --- shared by both agents ---
 
     @torch.no_grad()
-    def _targets(self, rollout: Rollout, normed: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _slow_value(self, normed: Tensor) -> Tensor:
+        """(B, H+1, F) -> (B, H+1)."""
+        return self.value_code.decode(self._value_logits(self.slow_critic, normed))
+
+    @torch.no_grad()
+    def _targets(self, rollout: Rollout, value: Tensor, slow_value: Tensor) -> tuple[Tensor, Tensor]:
         """λ-returns with the critic's values (B, H+1) and with the slow critic's.   -> (B, H) twice."""
-        slow_value = self.value_code.decode(self._value_logits(self.slow_critic, normed))
         values = torch.stack((value, slow_value))
         return lambda_return(rollout.reward, rollout.termination, values, self.gamma, self.lam).unbind()
 
@@ -360,7 +364,8 @@ class ActorCriticAgent(nn.Module):
         torch._foreach_lerp_(slow, fast, 1.0 - SLOW_CRITIC_DECAY)
         self.feature_norm.update(rollout.feature[:, :-1], rollout.weight * made)
         self.return_scale.restore(scale, ~made)
-        return {"imagined_reward": masked_mean(rollout.reward, rollout.weight), "alive": rollout.weight.mean()}
+        reward, weight = rollout.reward, rollout.weight
+        return {"imagined_reward": masked_mean(reward, weight), "alive": masked_mean(weight, None)}
 
 
 class PPOAgent(ActorCriticAgent):
@@ -394,63 +399,106 @@ class PPOAgent(ActorCriticAgent):
         are means over the minibatches up to the one that set it.
         """
         normed = self._normed(rollout)
-        as_acted = [x.flatten(0, 1) for x in (normed[:, :-1], rollout.action, rollout.log_prob, rollout.weight)]
+        slow_value = self._slow_value(normed)  # the slow critic stays as it is until the end
         going = torch.ones((), dtype=torch.bool, device=rollout.reward.device)
         history: list[dict[str, Tensor]] = []
-        counted: list[Tensor] = []  # of each minibatch, whether the flag was still up before it
-        snapshot = self.return_scale.snapshot()
-        for epoch in range(self.num_epochs):
-            target, slow_target, value = self._judge(rollout, normed)
-            if epoch == 0:
-                scale = self.return_scale.update(target, rollout.weight)
-            advantage = (target - value) / scale
-            steps = [*as_acted, *(x.flatten() for x in (advantage, target, slow_target))]  # (B·H, ...) each
+        snapshot, scale = self.return_scale.snapshot(), None
+        for _ in range(self.num_epochs):
+            if rollout.reward.numel() <= self.minibatch:
+                losses, target, scale = self._pass_loss(rollout, normed, slow_value, scale, going)
+                going = self._step(*losses, history)
+                continue
+            steps, target, scale = self._judge(rollout, normed, slow_value, scale)
             for index in self._minibatches(rollout.reward.numel(), rollout.reward.device):
-                counted.append(going)
-                loss, metrics, going = self._minibatch_loss([x[index] for x in steps], going)
-                metrics |= self.optimiser.update(loss, enabled=going)
-                history.append(metrics)
-        columns = {name: torch.stack([metrics[name] for metrics in history]) for name in history[0]}
-        metrics, made = self._summary(columns, torch.stack(counted))
+                going = self._step(*self._minibatch_loss([x[index] for x in steps], going), history)
+        metrics, made = self._summary({name: torch.stack([m[name] for m in history]) for name in history[0]})
         metrics |= {"return": masked_mean(target, rollout.weight), "return_scale": scale}
         metrics |= self._after_update(rollout, snapshot, made)
         return {f"agent/{name}": value for name, value in metrics.items()}
 
-    def _summary(self, columns: dict[str, Tensor], before_stop: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _step(
+        self, loss: Tensor, metrics: dict[str, Tensor], going: Tensor, history: list[dict[str, Tensor]]
+    ) -> Tensor:
+        """The optimiser's step on a minibatch's loss, whose metrics go to the history.   -> the flag, as it came."""
+        history.append(metrics | self.optimiser.update(loss, enabled=going))
+        return going
+
+    def _summary(self, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Metrics of an update from those of its minibatches, one entry each, and whether any of these made a step."""
+        stopped = columns["stopped_early"]
+        before_stop = F.pad(stopped, (1, 0))[:-1] == 0  # the flag was still up before the minibatch
         columns_before = {name: torch.where(before_stop, column, 0.0) for name, column in columns.items()}
         mean = {name: masked_mean(column, before_stop) for name, column in columns_before.items()}
-        mean["stopped_early"] = columns["stopped_early"].mean()
+        mean["stopped_early"] = stopped.mean()
         return mean, (before_stop & (columns["skipped"] == 0)).any()
 
     def compile_parts(self) -> None:
-        self.return_scale.update = compiled(self.return_scale.update)
+        self._slow_value = compiled(self._slow_value)
+        self._pass_loss = compiled(self._pass_loss)
         self._summary = compiled(self._summary)
         self._judge = compiled(self._judge)
         self._minibatch_loss = compiled(self._minibatch_loss)
         self._after_update = compiled(self._after_update)
 
-    def _minibatches(self, num_steps: int, device: torch.device) -> Sequence[Tensor | slice]:
-        """Which of the steps each minibatch of a shuffled pass takes. One minibatch of all needs no order."""
-        if num_steps <= self.minibatch:
-            return [slice(None)]
+    def _minibatches(self, num_steps: int, device: torch.device) -> Sequence[Tensor]:
+        """Which of the steps each minibatch of a shuffled pass takes."""
         return torch.rand(num_steps, device=device).argsort().split(self.minibatch)
 
+    def _pass_loss(
+        self, rollout: Rollout, normed: Tensor, slow_value: Tensor, scale: Tensor | None, going: Tensor
+    ) -> tuple[tuple[Tensor, dict[str, Tensor], Tensor], Tensor, Tensor]:
+        """`_minibatch_loss` of all steps, which need no order then, with its own targets: the critic runs once.
+        -> its result, the λ-returns (B, H), and the return scale, moved if it was None."""
+        value_logits = self._value_logits(self.critic, normed)  # (B, H+1, N)
+        targets, scale = self._judged(rollout, value_logits, slow_value, scale)
+        params = self._policy(normed)[:, :-1]
+        acted = (rollout.action, rollout.log_prob, rollout.weight)
+        return self._clipped_loss(params, value_logits[:, :-1], *acted, *targets, going), targets[1], scale
+
     @torch.no_grad()
-    def _judge(self, rollout: Rollout, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """λ-returns with the critic's and with the slow critic's values, and the critic's values.   -> (B, H) each."""
-        value = self.value_code.decode(self._value_logits(self.critic, normed))  # (B, H+1)
-        return *self._targets(rollout, normed, value), value[:, :-1]
+    def _judge(
+        self, rollout: Rollout, normed: Tensor, slow_value: Tensor, scale: Tensor | None
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """What a pass takes minibatches of, (B·H, ...) each, the λ-returns (B, H), and the return scale, moved if it
+        was None."""
+        targets, scale = self._judged(rollout, self._value_logits(self.critic, normed), slow_value, scale)
+        steps = (normed[:, :-1], rollout.action, rollout.log_prob, rollout.weight, *targets)
+        return [x.flatten(0, 1) for x in steps], targets[1], scale
+
+    @torch.no_grad()
+    def _judged(
+        self, rollout: Rollout, value_logits: Tensor, slow_value: Tensor, scale: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Advantages and λ-returns with the critic's and with the slow critic's values, (B, H) each, and the return
+        scale, moved if it was None."""
+        value = self.value_code.decode(value_logits)  # (B, H+1)
+        target, slow_target = self._targets(rollout, value, slow_value)
+        scale = self.return_scale.update(target, rollout.weight) if scale is None else scale
+        return ((target - value[:, :-1]) / scale, target, slow_target), scale
 
     def _minibatch_loss(self, steps: list[Tensor], going: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Clipped loss of a minibatch, its parts as detached 0-d tensors, and the flag that says whether to go on."""
-        normed, action, old_log_prob, weight, advantage, target, slow_target = steps
-        params = self._policy(normed)
+        normed, *others = steps
+        return self._clipped_loss(self._policy(normed), self._value_logits(self.critic, normed), *others, going)
+
+    def _clipped_loss(
+        self,
+        params: Tensor,
+        value_logits: Tensor,
+        action: Tensor,
+        old_log_prob: Tensor,
+        weight: Tensor,
+        advantage: Tensor,
+        target: Tensor,
+        slow_target: Tensor,
+        going: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """`_minibatch_loss` of what the networks say: parameters of the policy (..., A) and value logits (..., N)."""
         log_ratio = self.actions.log_prob(params, action) - old_log_prob
         ratio = log_ratio.exp()
         clipped_ratio = ratio.clamp(1 - self.epsilon_clip, 1 + self.epsilon_clip)
         policy_loss = masked_mean(-torch.minimum(ratio * advantage, clipped_ratio * advantage), weight)
-        value_loss = self._value_loss(self._value_logits(self.critic, normed), target, slow_target, weight)
+        value_loss = self._value_loss(value_logits, target, slow_target, weight)
         entropy = masked_mean(self.actions.entropy(params), weight)
         with torch.no_grad():
             approximate_kl = masked_mean(ratio - 1 - log_ratio, weight)  # ≥ 0, unbiased (Schulman's third estimator)

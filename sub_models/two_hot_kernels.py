@@ -4,7 +4,10 @@
     decoded = symexp(Σ_n softmax(z)_n bin_n)
 with c_q the code of target q: shares of the two bins around symlog(x_q).
 
-Letters: B, T leading axes, N bins, Q targets of each row, R rows of a block.
+A GPU reads rows of 255 numbers one by one, unless it may read to a multiple of 8: rows that an `AlignedLinear` wrote
+have room there, and so have those of the gradient.
+
+Letters: B, T leading axes, N bins, W width that may be read (at least N), Q targets of each row, R rows of a block.
 """
 
 import torch
@@ -16,14 +19,18 @@ from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_po
 Tensor = torch.Tensor
 
 TILE = 2048  # elements of the logits that a program holds
+MULTIPLE = 8  # bfloat16 numbers in 16 bytes
 
 
 @triton.jit
-def _rows(logits_ptr, rows, T, stride_b, stride_t, N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Row numbers (R), bins (N), which of the cells there are, and the logits (R, N), -inf where there is none."""
+def _rows(
+    logits_ptr, rows, T, stride_b, stride_t, N: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Row numbers (R), bins (N), which cells are in memory, and the logits (R, N), -inf where there is none."""
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
-    inside = (row < rows)[:, None] & (n < N)[None, :]
+    inside = (row < rows)[:, None] & (n < W)[None, :]
     start = (row // T) * stride_b + (row % T) * stride_t
     logits = tl.load(logits_ptr + start[:, None] + n[None, :], mask=inside, other=0.0).to(tl.float32)
     return row, n, inside, tl.where((n < N)[None, :], logits, -float("inf"))
@@ -49,13 +56,13 @@ def _codes(target_ptr, row, n, rows, low, high, N: tl.constexpr, Q: tl.constexpr
 @triton.jit(do_not_specialize=["rows"])
 def _loss_kernel(
     logits_ptr, target_ptr, loss_ptr, norm_ptr, rows, T, stride_b, stride_t, low, high,
-    N: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, n, inside, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, BLOCK_R, BLOCK_N)
+    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, W, BLOCK_R, BLOCK_N)
     greatest = tl.max(logits, axis=1)
     norm = greatest + tl.log(tl.sum(tl.exp(logits - greatest[:, None]), axis=1))
     codes = _codes(target_ptr, row, n, rows, low, high, N, Q)
-    coded = tl.sum(codes * tl.where(inside, logits, 0.0), axis=1)
+    coded = tl.sum(codes * tl.where((n < N)[None, :], logits, 0.0), axis=1)
     tl.store(loss_ptr + row, Q * norm - coded, mask=row < rows)
     tl.store(norm_ptr + row, norm, mask=row < rows)
 
@@ -63,22 +70,23 @@ def _loss_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _loss_backward_kernel(
     grad_ptr, logits_ptr, target_ptr, norm_ptr, out_ptr, rows, T, stride_b, stride_t, low, high,
-    N: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROW: tl.constexpr, N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, n, inside, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, BLOCK_R, BLOCK_N)
+    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, W, BLOCK_R, BLOCK_N)
     norm = tl.load(norm_ptr + row, mask=row < rows, other=0.0)
     grad = tl.load(grad_ptr + row, mask=row < rows, other=0.0)
     codes = _codes(target_ptr, row, n, rows, low, high, N, Q)
     out = grad[:, None] * (Q * tl.exp(logits - norm[:, None]) - codes)
-    tl.store(out_ptr + row[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    inside = (row < rows)[:, None] & (n < ROW)[None, :]
+    tl.store(out_ptr + row[:, None] * ROW + n[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _decode_kernel(
     logits_ptr, bins_ptr, out_ptr, rows, T, stride_b, stride_t,
-    N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, BLOCK_R, BLOCK_N)
+    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, W, BLOCK_R, BLOCK_N)
     weight = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     bins = tl.load(bins_ptr + n, mask=n < N, other=0.0)
     mean = tl.sum(weight * bins[None, :], axis=1) / tl.sum(weight, axis=1)
@@ -91,7 +99,19 @@ def _options(logits: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
     (batch, length, bins), block_n = logits.shape, next_power_of_two(logits.shape[2])
     block_r = max(1, TILE // block_n)
     where = (batch * length, length, logits.stride(0), logits.stride(1))
-    return ceil_div(batch * length, block_r), where, {"N": bins, "BLOCK_R": block_r, "BLOCK_N": block_n}
+    sizes = {"N": bins, "W": _readable_width(logits), "BLOCK_R": block_r, "BLOCK_N": block_n}
+    return ceil_div(batch * length, block_r), where, sizes
+
+
+def _padded(bins: int) -> int:
+    return ceil_div(bins, MULTIPLE) * MULTIPLE
+
+
+def _readable_width(logits: Tensor) -> int:
+    """N rounded up, if all of the storage that this reads is there; else N."""
+    (batch, length, bins), width = logits.shape, _padded(logits.shape[2])
+    end = logits.storage_offset() + (batch - 1) * logits.stride(0) + (length - 1) * logits.stride(1) + width
+    return width if end * logits.element_size() <= logits.untyped_storage().nbytes() else bins
 
 
 def _launch_loss(logits: Tensor, targets: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -109,13 +129,19 @@ def _fake_loss(logits, targets, low, high):
 def _launch_loss_backward(
     grad: Tensor, logits: Tensor, targets: Tensor, norm: Tensor, low: float, high: float
 ) -> Tensor:
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = _fake_loss_backward(grad, logits, targets, norm, low, high)
     programs, where, sizes = _options(logits)
     if programs:
         _loss_backward_kernel[(programs,)](
-            grad.contiguous(), logits, targets.contiguous(), norm, out, *where, low, high, Q=len(targets), **sizes
-        )
+            grad.contiguous(), logits, targets.contiguous(), norm, out, *where, low, high, ROW=out.stride(1),
+            Q=len(targets), **sizes,
+        )  # fmt: skip
     return out
+
+
+def _fake_loss_backward(grad, logits, targets, norm, low, high):
+    batch, length, bins = logits.shape
+    return torch.empty((batch, length, _padded(bins)), dtype=logits.dtype, device=logits.device)[..., :bins]
 
 
 def _launch_decode(logits: Tensor, bins: Tensor) -> Tensor:
@@ -133,7 +159,7 @@ run_loss = define(
 _run_loss_backward = define(
     "two_hot_loss_backward(Tensor grad, Tensor logits, Tensor targets, Tensor norm, float low, float high) -> Tensor",
     _launch_loss_backward,
-    lambda grad, logits, targets, norm, low, high: torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),
+    _fake_loss_backward,
 )
 # logits (B, T, N) with bins side by side, bins (N) float32 -> (B, T) float32, without gradient
 run_decode = define(

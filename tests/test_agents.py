@@ -273,6 +273,21 @@ def test_a_pass_of_ppo_takes_every_step_once(minibatch):
     assert torch.equal(torch.cat(parts).sort().values, steps) and max(map(len, parts)) <= minibatch
 
 
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_pass_in_one_minibatch_is_the_shuffled_one(continuous):
+    """It runs the critic once for targets and loss; a minibatch of all steps in any order has the same losses."""
+    whole, shuffled = (make_agent("PPO", continuous, minibatch=minibatch).double() for minibatch in (B * H, 1))
+    for agent in (whole, shuffled):
+        agent.actions.entropy = lambda params: params.sum(-1)  # without random numbers
+    shuffled._minibatches = lambda num_steps, device: [torch.randperm(num_steps)]
+    rollout = make_rollout(whole, weight=(torch.rand(B, H) < 0.7).double())
+    metrics, others = whole.update(rollout), shuffled.update(rollout)
+    torch.testing.assert_close(metrics, others, atol=1e-10, rtol=1e-8)
+    for parameter, other in zip(whole.parameters(), shuffled.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, atol=1e-9, rtol=1e-6)
+    assert whole.optimiser.updates == shuffled.optimiser.updates == 3
+
+
 def test_ppo_stops_once_the_kl_passes_its_threshold():
     still = make_agent("PPO", kl_threshold=-1.0)
     rollout = make_rollout(still)

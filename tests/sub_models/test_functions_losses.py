@@ -194,6 +194,8 @@ def test_masked_mean_leaves_out_weight_zero():
     assert masked_mean(x, torch.tensor([1.0, 1.0, 0.0])) == 1.5
     assert masked_mean(x, torch.zeros(3)) == 0
     assert masked_mean(x, None) == 101
+    weight = torch.tensor([[[1.0], [0.0], [1.0]], [[0.0], [1.0], [1.0]]])
+    assert masked_mean(torch.arange(6.0).view(2, 3, 1), weight) == 2.75
 
 
 def test_reconstruction_loss_sums_over_a_frame():

@@ -12,18 +12,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU the kernels 
 TARGETS = torch.tensor([0.0, 1.0, -1.0, 0.37, -21.0, 1e4, -1e9, 1e12, 1e-5, math.inf])
 
 
-def make_logits(batch, length, bins, dtype):
-    """Rows with gaps, as a padded linear layer's output without its last step has."""
+def make_logits(batch, length, bins, dtype, spare=1):
+    """Rows with gaps, as a padded linear layer's output without its last step has; behind the bins and at the end of
+    the memory what is no number."""
     torch.manual_seed(0)
-    whole = 3 * torch.randn(batch, length + 1, bins + 1, device=DEVICE)
-    return whole.to(dtype)[:, :-1, :bins].requires_grad_()
+    whole = 3 * torch.randn(batch, length + (spare > 0), bins + spare, device=DEVICE)
+    whole[..., bins:] = math.nan
+    return whole.to(dtype)[:, :length, :bins].requires_grad_()
 
 
 @pytest.mark.parametrize(("batch", "length", "bins"), [(1, 1, 2), (5, 2, 255), (3, 5, 41), (10, 1, 255)])
 @pytest.mark.parametrize("num_targets", [1, 2])
+@pytest.mark.parametrize("spare", [0, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 1e-2)])  # places up to 254
-def test_loss_and_its_gradient(batch, length, bins, num_targets, dtype, tolerance):
-    code, logits = SymlogTwoHot(bins).double(), make_logits(batch, length, bins, dtype)
+def test_loss_and_its_gradient(batch, length, bins, num_targets, spare, dtype, tolerance):
+    code, logits = SymlogTwoHot(bins).double(), make_logits(batch, length, bins, dtype, spare)
     picked = torch.arange(num_targets * batch * length).view(num_targets, batch, length) % len(TARGETS)
     targets, weight = TARGETS[picked], torch.randn(batch, length)
     twin = logits.detach().cpu().double().requires_grad_()
@@ -33,7 +36,7 @@ def test_loss_and_its_gradient(batch, length, bins, num_targets, dtype, toleranc
     (grad,) = torch.autograd.grad((loss * weight.to(DEVICE)).sum(), logits)
     torch.testing.assert_close(loss.cpu().double(), expected.detach(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(grad.cpu().double(), twin.grad, rtol=tolerance, atol=tolerance)
-    assert grad.dtype == dtype
+    assert grad.dtype == dtype and grad.shape == logits.shape
 
 
 def test_a_target_that_is_no_number_is_seen_in_the_loss():
@@ -44,8 +47,9 @@ def test_a_target_that_is_no_number_is_seen_in_the_loss():
 
 
 @pytest.mark.parametrize(("batch", "length", "bins"), [(1, 1, 2), (7, 3, 255), (3, 5, 41)])
-def test_decoded_values(batch, length, bins):
-    code, logits = SymlogTwoHot(bins), make_logits(batch, length, bins, torch.float32).detach()
+@pytest.mark.parametrize("spare", [0, 1])
+def test_decoded_values(batch, length, bins, spare):
+    code, logits = SymlogTwoHot(bins), make_logits(batch, length, bins, torch.float32, spare).detach()
     value = run_decode(logits, code.bins.to(DEVICE)).cpu()
     torch.testing.assert_close(value.double(), code.double().decode(logits.cpu().double()), rtol=1e-4, atol=1e-5)
 

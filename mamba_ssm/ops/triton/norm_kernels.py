@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 MAX_CHANNELS = 16384                   # of a group: what the registers of one program hold
 TILE = 2048                            # elements of one block where rows are shorter, so 16 in each of 128 threads
-PROGRAMS = 264                         # of the backward pass for each group: two for each multiprocessor of an H200
+PROGRAMS = 1056                        # of the backward pass for each group: eight for each multiprocessor of an H200
 NO_GATE, GATE_FIRST, GATE_LAST = range(3)
 
 
