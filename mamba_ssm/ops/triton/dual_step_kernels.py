@@ -47,26 +47,6 @@ def _convolved(
     return silu(out)
 
 
-@triton.jit
-def _look_back(
-    y, reach, C, rows_ptr, dt_ptr, decay_ptr, rows, stride_row, head, head_live, channel, live, b_column, n_live,
-    H: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """y (heads, P) plus what rows add, the newest first; reach (heads) is the decay from behind them to now.
-    -> y, the decay from before them to now"""
-    for block in range(tl.cdiv(rows, UNROLL)):
-        last = rows - 1 - block * UNROLL
-        for i in tl.static_range(UNROLL):
-            row = last - i
-            there = row >= 0
-            x = _load(rows_ptr + row * stride_row, channel, live & there)                  # (heads, P)
-            B = _load(rows_ptr + row * stride_row, b_column, n_live & there)               # (N)
-            dt = _load(dt_ptr + row * H, head, head_live & there)
-            y += (reach * dt)[:, None] * (tl.sum(C * B, axis=0) * x)
-            reach *= tl.load(decay_ptr + row * H + head, mask=head_live & there, other=1.0)
-    return y, reach
-
-
 @triton.jit(do_not_specialize=["count", "length"])
 def _dual_step_kernel(
     zxbcdt_ptr, passed_ptr, passed_dt_ptr, passed_decay_ptr, stepped_ptr, stepped_dt_ptr, stepped_decay_ptr,
@@ -112,14 +92,19 @@ def _dual_step_kernel(
         y += x * _load(D_ptr, channel, live)
     else:
         y += x * _load(D_ptr, head, head_live)[:, None]
-    y, decay = _look_back(
-        y, decay, C, stepped_ptr, stepped_dt_ptr, stepped_decay_ptr, count, stride_stepped, head, head_live, channel,
-        live, b_column, n_live, H, UNROLL,
-    )  # fmt: skip
-    y, decay = _look_back(
-        y, decay, C, passed_ptr, passed_dt_ptr, passed_decay_ptr, length, stride_passed, head, head_live, channel, live,
-        b_column, n_live, H, UNROLL,
-    )  # fmt: skip
+    for block in range(tl.cdiv(length + count, UNROLL)):
+        for i in tl.static_range(UNROLL):
+            row = length + count - 1 - block * UNROLL - i                                  # of the pass if < length
+            there = row >= 0
+            cell, at = passed_ptr + row * stride_passed, row * H + head
+            dt_cell, decay_cell = passed_dt_ptr + at, passed_decay_ptr + at
+            if row >= length:
+                cell = stepped_ptr + (row - length) * stride_stepped
+                dt_cell, decay_cell = stepped_dt_ptr + (at - length * H), stepped_decay_ptr + (at - length * H)
+            weight = decay * tl.load(dt_cell, mask=head_live & there, other=0.0)
+            weight *= tl.sum(C * _load(cell, b_column, n_live & there), axis=0)
+            y += weight[:, None] * _load(cell, channel, live & there)
+            decay *= tl.load(decay_cell, mask=head_live & there, other=1.0)
 
     gate = silu(_load(zxbcdt_ptr, channel, live))
     if NORM == 1:
