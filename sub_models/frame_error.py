@@ -32,7 +32,7 @@ def _difference(
     column = 2 * (place % BLOCKS_WIDE)[:, None] + (pixel % 2)[None, :]
     byte = (line * 2 * BLOCKS_WIDE + column) * C + (channel % C)[None, :]
     obs = tl.load(obs_ptr + frame * P * 4 * C + byte, mask=mask, other=0).to(tl.float32)
-    return share, tl.where(mask, share - obs / 255.0, 0.0)
+    return share, tl.where(mask, share - obs * (1.0 / 255.0), 0.0)
 
 
 @triton.jit

@@ -47,26 +47,29 @@ def _block_leaders_kernel(
     gumbel = -tl.log(-tl.log(1.0 - uniform))  # 1 - u is exact: u has 53 bits
     key = gumbel - tl.load(v_ptr + row, mask=inside, other=0).to(tl.float64) * tl.load(law_ptr)
     key = tl.where(inside & _opens(row, tl.load(written_ptr), T, LENGTH), key, -float("inf"))
-    first = tl.program_id(0).to(tl.int64) * K
+    place, first = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
     for i in range(K):
-        greatest = tl.max(key, axis=0)
-        leader = tl.min(tl.where(key == greatest, row, 9223372036854775807), axis=0)
-        tl.store(key_ptr + first + i, greatest)
-        tl.store(row_ptr + first + i, leader)
-        key = tl.where(row == leader, -float("inf"), key)
+        greatest, leader = tl.max(key, axis=0, return_indices=True)
+        tl.store(key_ptr + first * K + i, greatest)
+        tl.store(row_ptr + first * K + i, first * BLOCK + leader)
+        key = tl.where(place == leader, -float("inf"), key)
 
 
 @triton.jit
-def _leaders_kernel(key_ptr, row_ptr, v_ptr, starts_ptr, candidates, K: tl.constexpr, BLOCK: tl.constexpr):
+def _leaders_kernel(
+    key_ptr, row_ptr, v_ptr, starts_ptr, candidates, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr
+):
     """The K greatest of all blocks' keys; their rows are counted in v."""
-    at = tl.arange(0, BLOCK)
+    at, k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     key = tl.load(key_ptr + at, mask=at < candidates, other=-float("inf"))
+    leaders = tl.zeros((BLOCK_K,), tl.int32)
     for i in range(K):
-        leader = tl.min(tl.where(key == tl.max(key, axis=0), at, BLOCK), axis=0)
-        row = tl.load(row_ptr + leader)
-        tl.store(starts_ptr + i, row)
-        tl.store(v_ptr + row, tl.load(v_ptr + row) + 1)
+        leader = tl.argmax(key, axis=0)
+        leaders = tl.where(k == i, leader, leaders)
         key = tl.where(at == leader, -float("inf"), key)
+    row = tl.load(row_ptr + leaders, mask=k < K, other=0)
+    tl.store(starts_ptr + k, row, mask=k < K)
+    tl.atomic_add(v_ptr + row, tl.full((BLOCK_K,), 1, tl.int32), mask=k < K)
 
 
 def can_draw_distinct(rows: int, count: int) -> bool:
@@ -87,12 +90,13 @@ def draw_distinct(
     starts = torch.empty(count, dtype=torch.int64, device=v.device)
     with torch.cuda.device_of(v):
         _block_leaders_kernel[(blocks,)](
-            uniform, v, written, law, keys, rows, len(v), ring_length, length, K=count, BLOCK=LEADER_BLOCK, num_warps=4
+            uniform, v, written, law, keys, rows, len(v), ring_length, length, K=count, BLOCK=LEADER_BLOCK, num_warps=1
         )
         block = next_power_of_two(len(keys))
         _leaders_kernel[(1,)](
-            keys, rows, v, starts, len(keys), K=count, BLOCK=block, num_warps=min(8, max(1, block // 256))
-        )
+            keys, rows, v, starts, len(keys), K=count, BLOCK_K=next_power_of_two(count), BLOCK=block,
+            num_warps=min(8, max(1, block // 256)),
+        )  # fmt: skip
     return starts
 
 
