@@ -16,6 +16,7 @@ from mamba_ssm.ops.triton.launch import why_not
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
     from sub_models.binary_loss_kernels import run_binary_loss
+    from sub_models.latent_kernels import run_latent_terms
     from sub_models.return_kernels import MOST_NUMBERS, run_lambda_return, run_masked_quantiles
     from sub_models.two_hot_kernels import run_decode, run_loss
 
@@ -180,6 +181,23 @@ def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
         return run_binary_loss(logits, target)
     logits = full_precision(logits)
     return F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none")
+
+
+def latent_terms(
+    q_logits: Tensor, p_logits: Tensor, log_q: Tensor, ratio: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL of the posterior of each step but the first to the prior of the step before, as the prior learns from it and
+    as the posterior does, and the entropies of posterior and prior, without gradient; nats.
+
+    posterior and prior logits (B, L, K·C), mixed with `ratio` of the uniform distribution; log_q (B, L, K, C) are the
+    posterior's mixed log-probabilities -> (B, L-1), (B, L-1), (B, L), (B, L), float32 or wider. On a GPU in one launch.
+    """
+    if NO_KERNELS is None and q_logits.is_cuda and torch.float64 not in (q_logits.dtype, p_logits.dtype):
+        return run_latent_terms(q_logits, p_logits, log_q.shape[2], ratio)
+    log_p = uniform_mix_logits(p_logits.unflatten(-1, log_q.shape[2:]), ratio)
+    next_log_q, next_log_p = log_q[:, 1:], log_p[:, :-1]
+    kl = (categorical_kl(next_log_q.detach(), next_log_p), categorical_kl(next_log_q, next_log_p.detach()))
+    return *kl, *(categorical_entropy(x.detach()).sum(-1) for x in (log_q, log_p))
 
 
 def masked_mean(x: Tensor, weight: Tensor | None) -> Tensor:

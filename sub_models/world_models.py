@@ -26,10 +26,9 @@ from sub_models.compilation import compiled
 from sub_models.functions_losses import (
     SymlogTwoHot,
     binary_cross_entropy,
-    categorical_entropy,
-    categorical_kl,
     full_precision,
     init_truncated_normal,
+    latent_terms,
     masked_mean,
     one_hot_at,
     reconstruction_loss,
@@ -410,21 +409,23 @@ class WorldModel(nn.Module):
         """
         image = self.to_image(batch.obs)
         with self.autocast():
-            log_q = self.posterior(batch.obs.movedim(-1, -3) if self.encoder.lays_bytes else image)  # (B, L, K, C)
+            frames = batch.obs.movedim(-1, -3) if self.encoder.lays_bytes else image
+            posterior_logits = self._posterior_logits(frames)  # (B, L, Z)
+            log_q = self._mixed(posterior_logits)  # (B, L, K, C)
             stoch = sample_one_hot(log_q).flatten(-2)  # (B, L, Z)
             error = self.decoder.error(stoch.flatten(0, 1), batch.obs.flatten(0, 1), image.flatten(0, 1))  # (B·L,)
             deter = self.sequence_model(stoch, self.encode_action(batch.action), self.segments(batch.is_first))
-            log_p = self.prior(deter)  # (B, L, K, C), of the latent one step later
+            prior_logits = self.prior_head(deter)  # (B, L, Z), of the latent one step later
             reward_logits = self.reward_head(deter)  # (B, L, N)
             termination_logits = self.termination_head(deter).squeeze(-1)  # (B, L)
 
         reconstruction_term = error.mean()
         reward_term = self.reward_code.loss(reward_logits, batch.reward).mean()
         termination_term = binary_cross_entropy(termination_logits, batch.termination).mean()
-        next_log_q, next_log_p = log_q[:, 1:], log_p[:, :-1]
+        dynamics, representation, posterior_entropy, prior_entropy = latent_terms(
+            posterior_logits, prior_logits, log_q, self.unimix_ratio
+        )
         pairs = (~batch.is_first[:, 1:]).to(log_q.dtype) if self.mask_episode_start else None  # (B, L-1)
-        dynamics = categorical_kl(next_log_q.detach(), next_log_p)  # (B, L-1)
-        representation = categorical_kl(next_log_q, next_log_p.detach())
         dynamics_term = masked_mean(dynamics.clamp(min=self.free_bits), pairs)
         representation_term = masked_mean(representation.clamp(min=self.free_bits), pairs)
         total = (
@@ -442,8 +443,8 @@ class WorldModel(nn.Module):
             "dynamics": dynamics_term,
             "representation": representation_term,
             "kl": masked_mean(dynamics, pairs),
-            "posterior_entropy": categorical_entropy(log_q).sum(-1).mean(),
-            "prior_entropy": categorical_entropy(log_p).sum(-1).mean(),
+            "posterior_entropy": posterior_entropy.mean(),
+            "prior_entropy": prior_entropy.mean(),
         }
         return total, {f"world_model/{name}": value.detach() for name, value in metrics.items()}
 
