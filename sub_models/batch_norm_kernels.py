@@ -26,7 +26,7 @@ FEW = tl.constexpr(16)  # of so many channels
 
 
 @triton.jit
-def _sigmoid(x):
+def fast_sigmoid(x):
     """1 / (1 + exp(-x)) by the GPU's own exponential and reciprocal, good to a few units in the last place. Triton's
     functions take more than three times the instructions, to serve denormal numbers."""
     if ON_GPU:
@@ -136,7 +136,7 @@ def _apply_kernel(
     _, _, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
     x = tl.load(x_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
     n = x * scale[None, :] + shift[None, :]
-    out = n * _sigmoid(n)
+    out = n * fast_sigmoid(n)
     row = _row_of_out(row, width, MOVE)
     tl.store(out_ptr + _place(row, channel, C), out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -145,7 +145,7 @@ def _apply_kernel(
 def _grad_of_n(x, grad, scale, shift):
     """Gradient of n from that of n σ(n)."""
     n = x * scale[None, :] + shift[None, :]
-    gate = _sigmoid(n)
+    gate = fast_sigmoid(n)
     return grad * gate * (1.0 + n * (1.0 - gate))
 
 
