@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_ref
-from mamba_ssm.ops.checks import check_device, check_floating, check_integer, check_shape
+from mamba_ssm.ops.checks import are_real_on_one_device, check_device, check_floating, check_integer, check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx, sequence_pieces, sequence_starts, without_autocast
 from mamba_ssm.ops.tiers import implementation, register, register_operator, register_unavailable
 from mamba_ssm.ops.triton.launch import register_triton, why_not
@@ -335,7 +335,7 @@ class _SplitConv1dScan(torch.autograd.Function):
     and gated norm again, and the scan's own backward, but neither the scan nor the projection.
 
     tensors: zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states, rmsnorm_weight, outproj_weight,
-    outproj_bias; options: what is not differentiated. -> out, and the final states (empty if not asked for)."""
+    outproj_bias; options: what is not differentiated. -> out, and the final states, or None if not asked for."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
@@ -346,9 +346,11 @@ class _SplitConv1dScan(torch.autograd.Function):
         _check_chunk_scan(
             x, dt, A, B, C, options.scan[1], D, gate, dt_bias, initial_states, options.seq_idx, None, False
         )
-        y, final, entering = torch.ops.mamba_ssm_triton.ssd_scan(
+        y, *states = torch.ops.mamba_ssm_triton.ssd_scan(
             x, dt, A, B, C, D, gate, dt_bias, initial_states, *options.scan, options.return_final_states, True
         )
+        final = states.pop(0) if options.return_final_states else None
+        entering = states[0] if states else None
         out = _normed(options, y, z, norm_weight)
         ctx.options = options
         ctx.save_for_backward(*tensors, entering, y if norm_weight is not None or out_weight is not None else None)
@@ -368,16 +370,16 @@ class _SplitConv1dScan(torch.autograd.Function):
         if dy is None:
             dy = torch.zeros_like(x)
         gate = z if norm_weight is None else None
-        dfinal = None if dfinal is None or dfinal.numel() == 0 else dfinal
-        dx, ddt, dA, dB, dC, dD, dgate, ddt_bias, dinitial = torch.ops.mamba_ssm_triton.ssd_scan_backward(
+        dx, ddt, dA, dB, dC, dD, *others = torch.ops.mamba_ssm_triton.ssd_scan_backward(
             dy, dfinal, entering, *(t.detach() for t in (x, dt, A, B, C, D)), gate, dt_bias, initial_states,
             *options.scan,
         )
+        dgate = None if gate is None else others.pop(0)
+        ddt_bias, dinitial = others.pop(0), others[0] if others else None
         needing = [leaf for leaf in leaves if leaf is not None]
         dxBC, dconv, *dconv_bias = torch.autograd.grad((x, B, C), needing, (dx, dB, dC))
         dz = dgate if norm_weight is None else dz
         dzxbcdt = torch.cat([dz.flatten(2), dxBC, ddt], dim=-1)
-        dinitial = None if initial_states is None else dinitial
         return (
             None, dzxbcdt, dconv, *(dconv_bias or [None]), ddt_bias, dA, dD, dinitial, dnorm, dweight, dbias,
         )  # fmt: skip
@@ -496,9 +498,31 @@ def _split_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups) -> tuple[int, int, 
     return heads, headdim, state, bypass
 
 
+def _is_usual(x, dt, A, B, C, D, z, dt_bias, initial_states) -> bool:
+    """Whether the arguments are right, D (H): a launch waits for this."""
+    shape, columns = x.shape, B.shape
+    if len(shape) != 4 or len(columns) != 4 or columns[2] == 0 or shape[2] % columns[2]:
+        return False
+    per_head = shape[2:3]
+    return (
+        dt.shape == shape[:3]
+        and A.shape == per_head
+        and columns[:2] == shape[:2]
+        and C.shape == columns
+        and (D is None or D.shape == per_head)
+        and (z is None or z.shape == shape)
+        and (dt_bias is None or dt_bias.shape == per_head)
+        and (initial_states is None or initial_states.shape == (shape[0], *shape[2:], columns[3]))
+        and are_real_on_one_device((x, dt, A, B, C, D, z, dt_bias, initial_states))
+    )
+
+
 def _check_chunk_scan(
     x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, return_varlen_states
 ) -> None:
+    integers = seq_idx is not None or cu_seqlens is not None or return_varlen_states
+    if not integers and chunk_size >= 1 and _is_usual(x, dt, A, B, C, D, z, dt_bias, initial_states):
+        return
     name = "mamba_chunk_scan_combined"
     check_floating(name, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
     check_integer(name, seq_idx=seq_idx, cu_seqlens=cu_seqlens)

@@ -193,9 +193,9 @@ def _scan_kernel(
 
 
 @triton.jit
-def _states_kernel(
+def _walk(
     rows_ptr, z_ptr, columns_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, ends_ptr, entering_ptr,
-    states_ptr, last_ptr, decay_ptr, dt_min, dt_max, L, chunks_in_span,
+    states_ptr, last_ptr, decay_ptr, dt_min, dt_max, L, chunks_in_span, span, spans,
     r_b, r_l, r_h, z_b, z_l, z_h, c_b, c_l, c_g, dt_b, dt_l, dt_h, seq_b, in_b, in_s, in_h,
     H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
@@ -203,19 +203,20 @@ def _states_kernel(
     HAS_ENTERING: tl.constexpr, REVERSE: tl.constexpr, ENDS: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
     DECAY: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The walk of the state over a span alone: rows x, columns B; REVERSE: its derivative from the end, dy and C.
+    """The walk of the state over one of `spans` spans alone: rows x, columns B; REVERSE: its derivative from the end,
+    dy and C. This program's block of the state of one head: axis 0 of the grid is H * P blocks * N blocks, axis 2 B.
 
-    One program: a span, a block of the state of one head; grid (H * P blocks * N blocks, S, B). EACH stores what
-    enters each chunk (reversed: the derivative of what leaves it) into (B, K, H, P, N), LAST what is left after the
-    span into (B, S, H, P, N), DECAY the span's log-decay into (B, S, H). ENDS: program 1 is a packed sequence instead,
-    and what is left is the state after its last row. PRECISE keeps the digits that bfloat16 products cut off."""
+    EACH stores what enters each chunk (reversed: the derivative of what leaves it) into (B, K, H, P, N), LAST what is
+    left after the span into (B, S, H, P, N), DECAY the span's log-decay into (B, S, H). ENDS: the span is a packed
+    sequence instead, and what is left is the state after its last row. PRECISE keeps the digits that bfloat16 products
+    cut off."""
     p_blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     n_blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    block, span, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     h = (block // (p_blocks * n_blocks)).to(tl.int64)
     ps = (block // n_blocks) % p_blocks * BLOCK_P + tl.arange(0, BLOCK_P)
     ns = block % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    left = (b * tl.num_programs(1) + span) * H + h                                        # index into (B, S, H)
+    left = (b * spans + span) * H + h                                                     # index into (B, S, H)
     if ENDS:
         begin, end = tl.load(ends_ptr + span), tl.load(ends_ptr + span + 1)
         L = tl.where(begin == end, 0, end).to(tl.int32)                                   # rows behind: Δ = 0
@@ -267,6 +268,57 @@ def _states_kernel(
     if DECAY:                                    # noqa: SIM102  decided when compiling
         if block % (p_blocks * n_blocks) == 0:
             tl.store(decay_ptr + left, log_decay_of_span)
+
+
+@triton.jit
+def _states_kernel(
+    rows_ptr, z_ptr, columns_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, ends_ptr, entering_ptr,
+    states_ptr, last_ptr, decay_ptr, dt_min, dt_max, L, chunks_in_span,
+    r_b, r_l, r_h, z_b, z_l, z_h, c_b, c_l, c_g, dt_b, dt_l, dt_h, seq_b, in_b, in_s, in_h,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    HAS_ENTERING: tl.constexpr, REVERSE: tl.constexpr, ENDS: tl.constexpr, EACH: tl.constexpr, LAST: tl.constexpr,
+    DECAY: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """`_walk` over spans, or with ENDS packed sequences: grid (H * P blocks * N blocks, S, B)."""
+    _walk(
+        rows_ptr, z_ptr, columns_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, ends_ptr, entering_ptr,
+        states_ptr, last_ptr, decay_ptr, dt_min, dt_max, L, chunks_in_span, tl.program_id(1), tl.num_programs(1),
+        r_b, r_l, r_h, z_b, z_l, z_h, c_b, c_l, c_g, dt_b, dt_l, dt_h, seq_b, in_b, in_s, in_h,
+        H, P, R, N, Q, BLOCK_P, BLOCK_N, DOT, SOFTPLUS, LIMITED, HAS_Z, HAS_BIAS, HAS_SEQ, HAS_ENTERING, REVERSE, ENDS,
+        EACH, LAST, DECAY, PRECISE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _both_walks_kernel(
+    x_ptr, B_ptr, dout_ptr, z_ptr, C_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, initial_ptr, dfinal_ptr,
+    entering_ptr, leaving_ptr, dinitial_ptr, dt_min, dt_max, L, chunks,
+    x_b, x_l, x_h, B_b, B_l, B_g, do_b, do_l, do_h, z_b, z_l, z_h, C_b, C_l, C_g, dt_b, dt_l, dt_h, seq_b,
+    initial_b, initial_h, dfinal_b, dfinal_h,
+    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_DFINAL: tl.constexpr,
+):  # fmt: skip
+    """What backward needs of a single span: the state that enters each chunk and the derivative of the one that leaves
+    it, both (B, K, H, P, N), and that of the initial state. Grid (H * P blocks * N blocks, 2 directions, B)."""
+    direction = tl.program_id(1)
+    if direction == 0:
+        _walk(
+            x_ptr, x_ptr, B_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, x_ptr, initial_ptr, entering_ptr, entering_ptr,
+            entering_ptr, dt_min, dt_max, L, chunks, direction, 1, x_b, x_l, x_h, 0, 0, 0, B_b, B_l, B_g, dt_b, dt_l,
+            dt_h, seq_b, initial_b, 0, initial_h, H, P, R, N, Q, BLOCK_P, BLOCK_N, DOT, SOFTPLUS, LIMITED, False,
+            HAS_BIAS, HAS_SEQ, HAS_INITIAL, False, False, True, False, False, True,
+        )  # fmt: skip
+    else:
+        _walk(
+            dout_ptr, z_ptr, C_ptr, dt_ptr, A_ptr, bias_ptr, seq_ptr, x_ptr, dfinal_ptr, leaving_ptr, dinitial_ptr,
+            leaving_ptr, dt_min, dt_max, L, chunks, direction - 1, 1, do_b, do_l, do_h, z_b, z_l, z_h, C_b, C_l, C_g,
+            dt_b, dt_l, dt_h, seq_b, dfinal_b, 0, dfinal_h, H, P, R, N, Q, BLOCK_P, BLOCK_N, DOT, SOFTPLUS, LIMITED,
+            HAS_Z, HAS_BIAS, HAS_SEQ, HAS_DFINAL, True, False, True, HAS_INITIAL, False, True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -506,29 +558,21 @@ def _packed_backward_kernel(
 
 
 @triton.jit
-def _add_heads_kernel(
-    dB_shares_ptr, dC_shares_ptr, dB_ptr, dC_ptr, size, R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
-):
-    """dB, dC (B, L, G, N), flat, from the shares of their heads (B, L, G, R, N). Grid (blocks of B*L*G*N, 2)."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _add_heads(shares_ptr, sum_ptr, block, size, R: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of (B, L, G, N), flat, from the shares of its heads (B, L, G, R, N)."""
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
     share = at // N * (R * N) + at % N
-    if tl.program_id(1) == 0:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for r in range(R):
-            total += tl.load(dB_shares_ptr + share + r * N, mask=mask, other=0.0)
-        tl.store(dB_ptr + at, total.to(dB_ptr.dtype.element_ty), mask=mask)
-    else:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for r in range(R):
-            total += tl.load(dC_shares_ptr + share + r * N, mask=mask, other=0.0)
-        tl.store(dC_ptr + at, total.to(dC_ptr.dtype.element_ty), mask=mask)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for r in range(R):
+        total += tl.load(shares_ptr + share + r * N, mask=mask, other=0.0)
+    tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _add_rows(shares_ptr, sum_ptr, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """shares (rows, COLUMNS) -> their sum (COLUMNS), this program's block of it."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _add_rows(shares_ptr, sum_ptr, block, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of the sum (COLUMNS) of shares (rows, COLUMNS)."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
     for first in range(0, rows, BLOCK_R):
         row = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
@@ -538,17 +582,30 @@ def _add_rows(shares_ptr, sum_ptr, rows, COLUMNS: tl.constexpr, BLOCK_R: tl.cons
 
 
 @triton.jit
-def _add_chunks_kernel(
-    dA_shares_ptr, dbias_shares_ptr, dD_shares_ptr, dA_ptr, dbias_ptr, dD_ptr, rows,
-    H: tl.constexpr, D_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_D: tl.constexpr, BLOCK_R: tl.constexpr,
+def _adding_kernel(
+    dA_shares_ptr, dbias_shares_ptr, dD_shares_ptr, dB_shares_ptr, dC_shares_ptr,
+    dA_ptr, dbias_ptr, dD_ptr, dB_ptr, dC_ptr, rows, size,
+    H: tl.constexpr, D_COLUMNS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_B: tl.constexpr, HAS_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dA, ddt_bias (H) and dD (D_COLUMNS) from shares of rows chunks each. Grid (blocks of columns, 3)."""
-    if tl.program_id(1) == 0:
-        _add_rows(dA_shares_ptr, dA_ptr, rows, H, BLOCK_R, BLOCK)
-    if HAS_BIAS:                                 # noqa: SIM102  decided when compiling
-        if tl.program_id(1) == 1:
-            _add_rows(dbias_shares_ptr, dbias_ptr, rows, H, BLOCK_R, BLOCK)
-    if HAS_D:                                    # noqa: SIM102  decided when compiling
-        if tl.program_id(1) == 2:
-            _add_rows(dD_shares_ptr, dD_ptr, rows, D_COLUMNS, BLOCK_R, BLOCK)
+    """dA, ddt_bias (H) and dD (D_COLUMNS) from shares of `rows` chunks each, and where heads share groups dB and dC
+    (B, L, G, N) from their heads' shares. Programs: blocks of dA, ddt_bias and dD, then of dB, then of dC."""
+    column_blocks: tl.constexpr = (H + BLOCK_C - 1) // BLOCK_C
+    D_blocks: tl.constexpr = (D_COLUMNS + BLOCK_C - 1) // BLOCK_C
+    block = tl.program_id(0)
+    heads_block = block - 2 * column_blocks - D_blocks
+    if block < column_blocks:
+        _add_rows(dA_shares_ptr, dA_ptr, block, rows, H, BLOCK_R, BLOCK_C)
+    elif block < 2 * column_blocks:
+        if HAS_BIAS:
+            _add_rows(dbias_shares_ptr, dbias_ptr, block - column_blocks, rows, H, BLOCK_R, BLOCK_C)
+    elif heads_block < 0:
+        if HAS_D:
+            _add_rows(dD_shares_ptr, dD_ptr, block - 2 * column_blocks, rows, D_COLUMNS, BLOCK_R, BLOCK_C)
+    elif heads_block < tl.cdiv(size, BLOCK):
+        if HAS_B:
+            _add_heads(dB_shares_ptr, dB_ptr, heads_block, size, R, N, BLOCK)
+    else:
+        if HAS_C:
+            _add_heads(dC_shares_ptr, dC_ptr, heads_block - tl.cdiv(size, BLOCK), size, R, N, BLOCK)

@@ -11,7 +11,7 @@ Letters: B batch, L length, H heads, P headdim, G groups, N state size, Q rows o
 chunks, or packed sequences.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ import torch
 from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
 from mamba_ssm.ops.tiers import reference_instead
-from mamba_ssm.ops.triton.launch import INTERPRETED, ceil_div, define, differentiate, next_power_of_two
+from mamba_ssm.ops.triton.launch import Launch, ceil_div, define, differentiate, is_direct, next_power_of_two
 from mamba_ssm.ops.triton.ssd_kernels import (
-    _add_chunks_kernel,
-    _add_heads_kernel,
+    _adding_kernel,
+    _both_walks_kernel,
     _packed_backward_kernel,
     _passing_kernel,
     _scan_backward_kernel,
@@ -33,6 +33,7 @@ from mamba_ssm.ops.triton.ssd_kernels import (
 from mamba_ssm.ops.triton.tuning import tuned
 
 Tensor = torch.Tensor
+Outputs = Tensor | list[Tensor]
 
 MAX_STATE, MAX_HEADDIM = 256, 128      # what the tiles hold
 PASSING_BLOCK = 1024
@@ -135,13 +136,13 @@ def rows_in_span(x: Tensor) -> int:
     return SPAN_UNIT * units_in_span(units, batch * heads * ceil_div(headdim, SPAN_UNIT), x.device)
 
 
-class _Call:
-    """One call's tensors as the kernels take them: last axes dense, strides of the others, the plan, common flags."""
+class _Kind:
+    """What follows from the layouts and options of the inputs of a call, and the kernels built for it. `inputs` are
+    dense; options begin with chunk_size, dt_softplus, dt_min and dt_max."""
 
-    def __init__(self, x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max):
-        self.x, self.B, self.C, self.z = _dense(x), _dense(B), _dense(C), _dense(z)
-        self.dt, self.A, self.dt_bias, self.seq_idx = dt, _dense(A), _dense(dt_bias), _dense(seq_idx)
-        self.D, self.initial = D, _dense(initial_states, 2)
+    def __init__(self, inputs: Sequence[Tensor | None], options: tuple) -> None:
+        x, dt, _, B, C, D, z, dt_bias, initial, seq_idx = inputs[:10]
+        chunk_size, dt_softplus, dt_min, dt_max = options[:4]
         self.limits = (dt_min, dt_max)
         self.batch, self.length, self.heads, self.headdim = x.shape
         self.groups, self.state = B.shape[2:]
@@ -152,92 +153,153 @@ class _Call:
         self.sizes = (self.heads, self.headdim, self.heads // self.groups, self.state)    # H, P, R, N
         self.rules = (self.plan.dot, dt_softplus, limited)                                # DOT, SOFTPLUS, LIMITED
         self.has = (dt_bias is not None, seq_idx is not None)                             # HAS_BIAS, HAS_SEQ
+        self.row_strides = (*x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3])
+        self.z_strides, self.seq_strides, self.D_strides = _strides(z, 3), _strides(seq_idx, 1), _D_strides(D)
+        self.tuning = (
+            self.batch.bit_length(), self.length.bit_length(), *self.sizes, *self.rules, *self.has, z is not None,
+            initial is not None,
+        )  # fmt: skip
+        self.launches: dict[Plan, dict[str, Launch]] = {}
 
-    def run_tuned(self, name: str, others: Callable[[Plan], Iterator[Plan]], run: Callable[[], tuple]) -> tuple:
+    def states_size(self, spans: int) -> int:
+        """Numbers in (B, S, H, P, N)."""
+        return self.batch * spans * self.heads * self.headdim * self.state
+
+
+_kinds: dict[tuple, tuple[_Kind, tuple[int, ...]]] = {}          # and which of the inputs are to be made dense
+_MOST_KINDS = 1024
+_DENSE_AXES = (1, 0, 1, 1, 1, 0, 1, 1, 2, 1)                     # of x, dt, A, B, C, D, z, dt_bias, initial, seq_idx
+
+
+class _Call:
+    """One call's tensors as the kernels take them, with their last axes dense, and its kind.
+
+    inputs: x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, then others, of which so many axes are made dense.
+    What a kernel is launched with but for addresses follows from the kind and the place in the code: it is kept."""
+
+    def __init__(self, operator: str, inputs: tuple, options: tuple, others_dense: tuple[int, ...] = ()) -> None:
+        key = (operator, inputs[0].get_device(), options, *[None if t is None else _layout(t) for t in inputs])
+        found = _kinds.get(key)
+        if found is None:
+            axes = _DENSE_AXES + others_dense
+            dense = [_dense(tensor, count) for tensor, count in zip(inputs, axes, strict=True)]
+            loose = tuple(i for i, tensor in enumerate(inputs) if dense[i] is not tensor)
+            if len(_kinds) >= _MOST_KINDS:
+                _kinds.clear()
+            found = _kinds[key] = (_Kind(dense, options), loose)
+        self.operator, (self.kind, loose) = operator, found
+        if loose:
+            inputs = tuple(tensor.contiguous() if i in loose else tensor for i, tensor in enumerate(inputs))
+        (self.x, self.dt, self.A, self.B, self.C, self.D, self.z, self.dt_bias, self.initial, self.seq_idx,
+         *self.others) = inputs  # fmt: skip
+
+    def run_tuned(self, others: Callable[[Plan], Iterator[Plan]], run: Callable[[], Outputs]) -> Outputs:
         """`run`, which goes by this call's plan, with the table's plan or the fastest found."""
+        kind = self.kind
 
-        def run_with(plan: Plan) -> tuple:
-            self.plan = plan
+        def run_with(plan: Plan) -> Outputs:
+            self.plan, self.launches = plan, kind.launches.setdefault(plan, {})
             return run()
 
-        sizes = (self.batch.bit_length(), self.length.bit_length(), *self.sizes)
-        kind = (*sizes, *self.rules, *self.has, self.z is not None, self.initial is not None)
-        return run_with(tuned(name, self.x.device, kind, self.plan, others(self.plan), run_with))
-
-    def row_strides(self) -> tuple[int, ...]:
-        """Of x, dt, B and C."""
-        return (*self.x.stride()[:3], *self.dt.stride(), *self.B.stride()[:3], *self.C.stride()[:3])
+        return run_with(tuned(self.operator, self.x.device, kind.tuning, kind.plan, others(kind.plan), run_with))
 
     def state_like(self, spans: int) -> Tensor:
         """Room for (B, S, H, P, N) float32."""
-        return self.x.new_empty(self.batch, spans, self.heads, self.headdim, self.state, dtype=torch.float32)
+        kind = self.kind
+        return self.x.new_empty(kind.batch, spans, kind.heads, kind.headdim, kind.state, dtype=torch.float32)
 
-    def shares_of_heads(self, columns: Tensor) -> Tensor:
-        """Room for each head's share of dB or dC (B, L, H, N); in bfloat16, like the sum, it takes half the bytes."""
-        exact = self.groups == self.heads or columns.dtype == torch.bfloat16
-        dtype = columns.dtype if exact else torch.float32
-        return columns.new_empty(self.batch, self.length, self.heads, self.state, dtype=dtype)
+    def scratch(self, *sizes: int) -> tuple[Tensor, ...]:
+        """Room for so many float32 numbers each, in one piece of memory."""
+        sizes = [ceil_div(size, 4) * 4 for size in sizes]                                 # of 16 bytes
+        return torch.split_with_sizes(self.x.new_empty(sum(sizes), dtype=torch.float32), sizes)
 
-    def states(self, tiles, rows, z, columns, entering, *, reverse=False, ends=None, each=None, last=None,
+    def launch(self, place: str, kernel, tensors: tuple, describe: Callable[[], tuple]) -> None:
+        """Launch a kernel on tensors. describe() -> the grid, its numbers, its constants and tiles, which follow from
+        the kind, the plan and the place."""
+        launch = self.launches.get(place)
+        if launch is None:
+            grid, numbers, constants, tiles = describe()
+            launch = self.launches[place] = Launch(kernel, grid, (*numbers, *constants), tiles.warps, tiles.stages)
+        launch(tensors)
+
+    def states(self, place, tiles, rows, z, columns, entering, *, reverse=False, ends=None, each=None, last=None,
                decay=None, precise=True):  # fmt: skip
         """Launch `_states_kernel` over chunks of `tiles.rows` rows; entering (B, S or 1, H, P, N)."""
-        spans = self.spans if ends is None else ends.shape[0] - 1
-        blocks = ceil_div(self.headdim, tiles.p) * ceil_div(self.state, tiles.n)
+        kind = self.kind
         tensors = (
             rows, z, columns, self.dt, self.A, self.dt_bias, self.seq_idx, ends, entering, each, last, decay
         )
-        numbers = (
-            *self.limits, self.length, self.rows_in_span // tiles.rows, *rows.stride()[:3], *_strides(z, 3),
-            *columns.stride()[:3], *self.dt.stride(), *_strides(self.seq_idx, 1), *_state_strides(entering),
-        )  # fmt: skip
-        constants = (
-            *self.sizes, *tiles[:3], *self.rules, z is not None, *self.has, entering is not None, reverse,
-            ends is not None, each is not None, last is not None, decay is not None, precise,
-        )  # fmt: skip
-        _launch(_states_kernel, (self.heads * blocks, spans, self.batch), tensors, numbers, constants, tiles)
 
-    def pass_on(self, states, decay, initial, *, reverse=False, last=None):
+        def describe():
+            spans = kind.spans if ends is None else ends.shape[0] - 1
+            blocks = ceil_div(kind.headdim, tiles.p) * ceil_div(kind.state, tiles.n)
+            numbers = (
+                *kind.limits, kind.length, kind.rows_in_span // tiles.rows, *rows.stride()[:3], *_strides(z, 3),
+                *columns.stride()[:3], *self.dt.stride(), *kind.seq_strides, *_state_strides(entering),
+            )  # fmt: skip
+            constants = (
+                *kind.sizes, *tiles[:3], *kind.rules, z is not None, *kind.has, entering is not None, reverse,
+                ends is not None, each is not None, last is not None, decay is not None, precise,
+            )  # fmt: skip
+            return (kind.heads * blocks, spans, kind.batch), numbers, constants, tiles
+
+        self.launch(place, _states_kernel, tensors, describe)
+
+    def both_walks(self, tiles, dout, dfinal, entering, leaving, dinitial):
+        """Launch `_both_walks_kernel`."""
+        kind, z, initial = self.kind, self.z, self.initial
+        tensors = (
+            self.x, self.B, dout, z, self.C, self.dt, self.A, self.dt_bias, self.seq_idx, initial, dfinal, entering,
+            leaving, dinitial,
+        )  # fmt: skip
+
+        def describe():
+            blocks = ceil_div(kind.headdim, tiles.p) * ceil_div(kind.state, tiles.n)
+            numbers = (
+                *kind.limits, kind.length, ceil_div(kind.length, tiles.rows), *self.x.stride()[:3],
+                *self.B.stride()[:3], *dout.stride()[:3], *kind.z_strides, *self.C.stride()[:3], *self.dt.stride(),
+                *kind.seq_strides, *_strides(initial, 2), *_strides(dfinal, 2),
+            )  # fmt: skip
+            constants = (
+                *kind.sizes, *tiles[:3], *kind.rules, z is not None, *kind.has, initial is not None,
+                dfinal is not None,
+            )  # fmt: skip
+            return (kind.heads * blocks, 2, kind.batch), numbers, constants, tiles
+
+        self.launch("both walks", _both_walks_kernel, tensors, describe)
+
+    def pass_on(self, place, states, decay, initial, *, reverse=False, last=None):
         """Launch `_passing_kernel` on states (B, S, H, P, N), in place; initial, last (B, H, P, N)."""
-        size = self.headdim * self.state
-        numbers = (states.shape[1], *_strides(initial, 2))
-        constants = (self.heads, size, PASSING_BLOCK, initial is not None, reverse, last is not None)
-        grid = (ceil_div(size, PASSING_BLOCK), self.heads, self.batch)
-        _launch(_passing_kernel, grid, (states, decay, initial, last), numbers, constants, PLAIN)
+        kind = self.kind
+
+        def describe():
+            size = kind.headdim * kind.state
+            constants = (kind.heads, size, PASSING_BLOCK, initial is not None, reverse, last is not None)
+            grid = (ceil_div(size, PASSING_BLOCK), kind.heads, kind.batch)
+            return grid, (kind.spans, *_strides(initial, 2)), constants, PLAIN
+
+        self.launch(place, _passing_kernel, (states, decay, initial, last), describe)
 
     def walk_start(self, tiles, rows, z, columns, first, *, reverse=False, last=None, precise=True):
         """What enters each span: (B, S, H, P, N), or for one span `first` (B, H, P, N) as (B, 1, H, P, N), or None.
 
         `last` (B, H, P, N), if given, gets what is left after all spans, where there is more than one."""
-        if self.spans == 1:
+        spans = self.kind.spans
+        if spans == 1:
             return None if first is None else first.unsqueeze(1)
-        states = self.state_like(self.spans)
-        decay = self.x.new_empty(self.batch, self.spans, self.heads, dtype=torch.float32)
-        self.states(tiles, rows, z, columns, None, reverse=reverse, last=states, decay=decay, precise=precise)
-        self.pass_on(states, decay, first, reverse=reverse, last=last)
+        states = self.state_like(spans)
+        decay = self.x.new_empty(self.kind.batch, spans, self.kind.heads, dtype=torch.float32)
+        self.states(
+            "states of spans", tiles, rows, z, columns, None, reverse=reverse, last=states, decay=decay,
+            precise=precise,
+        )  # fmt: skip
+        self.pass_on("passing", states, decay, first, reverse=reverse, last=last)
         return states
 
 
-_compiled: dict[tuple, object] = {}
-_MOST_COMPILED = 4096
-
-
-def _launch(kernel, grid, tensors, numbers, constants, tiles) -> None:
-    """`kernel[grid](*tensors, *numbers, *constants)`, without Triton's own search for the compiled kernel, which takes
-    longer than the launch: all that it depends on is in our key."""
-    if INTERPRETED:
-        kernel[grid](*tensors, *numbers, *constants, num_warps=tiles.warps, num_stages=tiles.stages)
-        return
-    kinds = tuple([None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])
-    key = (kernel.fn.__name__, tensors[0].get_device(), kinds, numbers, constants, tiles.warps, tiles.stages)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[grid](*tensors, *numbers, *constants)
-        return
-    if len(_compiled) >= _MOST_COMPILED:
-        _compiled.clear()
-    _compiled[key] = kernel[grid](
-        *tensors, *numbers, *constants, num_warps=tiles.warps, num_stages=tiles.stages
-    )
+def _layout(tensor: Tensor) -> tuple:
+    """All that a compiled kernel and what it is launched with depend on, but the address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0
 
 
 def _dense(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
@@ -273,38 +335,39 @@ def _scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     initial_states: Tensor | None, seq_idx: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float,
     dt_max: float, final_state: bool, for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> out (B, L, H, P) like x, the final state (B, H, P, N) float32, empty if it is not asked for, and for backward
-    the states that enter spans (B, S, H, P, N) float32, empty if there is one span, or none for_backward, which needs
-    digits of them that the scan does not use."""
-    call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    return call.run_tuned("ssd_scan", other_scans, lambda: _run_scan(call, D, final_state, for_backward))
+) -> list[Tensor]:  # fmt: skip
+    """-> out (B, L, H, P) like x, with final_state that state (B, H, P, N) float32, and if there is more than one span
+    and for_backward, which needs digits of them that the scan does not use, the states that enter spans
+    (B, S, H, P, N) float32."""
+    inputs = (x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
+    call = _Call("ssd_scan", inputs, (chunk_size, dt_softplus, dt_min, dt_max, final_state, for_backward))
+    return call.run_tuned(other_scans, lambda: _run_scan(call, final_state, for_backward))
 
 
-def _run_scan(
-    call: _Call, D: Tensor | None, final_state: bool, for_backward: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    x, z, plan = call.x, call.z, call.plan
-    tiles = plan.scan
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final = call.state_like(1).squeeze(1) if final_state else x.new_empty(0, dtype=torch.float32)
-    entering = call.walk_start(plan.states, call.x, None, call.B, call.initial, precise=for_backward)
-    grid = (call.heads * ceil_div(call.headdim, tiles.p), call.spans, call.batch)
+def _run_scan(call: _Call, final_state: bool, for_backward: bool) -> list[Tensor]:
+    kind, x, tiles = call.kind, call.x, call.plan.scan
+    out = x.new_empty(x.shape)
+    final = call.state_like(1).squeeze(1) if final_state else None
+    entering = call.walk_start(call.plan.states, x, None, call.B, call.initial, precise=for_backward)
     tensors = (
-        call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, out,
-        final if final_state else None,
-    )  # fmt: skip
-    numbers = (
-        *call.limits, call.length, call.rows_in_span // tiles.rows, *call.row_strides(), *_D_strides(D),
-        *_strides(call.z, 3), *_strides(call.seq_idx, 1), *_state_strides(entering),
-    )  # fmt: skip
-    constants = (
-        *call.sizes, *tiles[:3], *call.rules, D is not None, z is not None, *call.has, entering is not None,
-        call.length > tiles.rows, final_state,
-    )  # fmt: skip
-    _launch(_scan_kernel, grid, tensors, numbers, constants, tiles)
-    kept = for_backward and call.spans > 1
-    return out, final, entering if kept else x.new_empty(0, dtype=torch.float32)
+        x, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias, call.seq_idx, entering, out, final
+    )
+
+    def describe():
+        grid = (kind.heads * ceil_div(kind.headdim, tiles.p), kind.spans, kind.batch)
+        numbers = (
+            *kind.limits, kind.length, kind.rows_in_span // tiles.rows, *kind.row_strides, *kind.D_strides,
+            *kind.z_strides, *kind.seq_strides, *_state_strides(entering),
+        )  # fmt: skip
+        constants = (
+            *kind.sizes, *tiles[:3], *kind.rules, call.D is not None, call.z is not None, *kind.has,
+            entering is not None, kind.length > tiles.rows, final_state,
+        )  # fmt: skip
+        return grid, numbers, constants, tiles
+
+    call.launch("scan", _scan_kernel, tensors, describe)
+    kept = entering if for_backward and kind.spans > 1 else None
+    return [tensor for tensor in (out, final, kept) if tensor is not None]
 
 
 def _packed_states(
@@ -314,12 +377,19 @@ def _packed_states(
 ) -> Tensor:  # fmt: skip
     """States after the last rows of packed sequences (S, H, P, N) float32, 0 for empty ones. follows: seq_idx is what
     follows from cu_seqlens, so that each state depends on its own sequence alone; else there is no backward."""
-    call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    tiles = call.plan.states
+    inputs = (x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, cu_seqlens)
+    call = _Call("ssd_packed_states", inputs, (chunk_size, dt_softplus, dt_min, dt_max), others_dense=(1,))
+    return call.run_tuned(lambda plan: (), lambda: _run_packed_states(call))
+
+
+def _run_packed_states(call: _Call) -> Tensor:
+    kind, tiles, (ends,) = call.kind, call.plan.states, call.others
     entering = call.walk_start(tiles, call.x, None, call.B, call.initial)
-    states = x.new_empty(cu_seqlens.shape[0] - 1, *call.state_like(0).shape[2:], dtype=torch.float32)
+    states = call.x.new_empty(
+        ends.shape[0] - 1, kind.heads, kind.headdim, kind.state, dtype=torch.float32
+    )
     if states.numel():
-        call.states(tiles, call.x, None, call.B, entering, ends=cu_seqlens.contiguous(), last=states)
+        call.states("ends", tiles, call.x, None, call.B, entering, ends=ends, last=states)
     return states
 
 
@@ -327,136 +397,171 @@ def _packed_states_backward(
     dstates: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None,
     initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int, dt_softplus: bool, dt_min: float,
     dt_max: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Derivatives of x, dt, A, B, dt_bias, initial_states, empty where there is no such input."""
-    call = _Call(x, dt, A, B, B, None, None, dt_bias, initial_states, None, chunk_size, dt_softplus, dt_min, dt_max)
-    tiles, sequences, heads = call.plan.backward, cu_seqlens.shape[0] - 1, call.heads
+) -> list[Tensor]:  # fmt: skip
+    """Derivatives of x, dt, A, B, dt_bias, initial_states, of those that there are."""
+    inputs = (x, dt, A, B, B, None, None, dt_bias, initial_states, None, cu_seqlens, dstates)
+    options = (chunk_size, dt_softplus, dt_min, dt_max)
+    call = _Call("ssd_packed_states_backward", inputs, options, others_dense=(1, 4))
+    return call.run_tuned(lambda plan: (), lambda: _run_packed_backward(call, initial_states))
+
+
+def _run_packed_backward(call: _Call, initial_states: Tensor | None) -> list[Tensor]:
+    kind, tiles, (ends, dstates) = call.kind, call.plan.backward, call.others
+    x, dt, A, B, dt_bias, initial = call.x, call.dt, call.A, call.B, call.dt_bias, call.initial
+    sequences, heads = ends.shape[0] - 1, kind.heads
     dx, ddt = torch.zeros_like(x, memory_format=torch.contiguous_format), dt.new_zeros(dt.shape)
-    dB = call.shares_of_heads(B).zero_()
-    direct = x.new_empty(call.length, heads, dtype=torch.float32)
-    dA, dbias = (None if t is None else x.new_empty(sequences, heads, dtype=torch.float32) for t in (A, dt_bias))
-    dinitial = None if call.initial is None else initial_states.new_zeros(initial_states.shape)
+    shares = B.new_zeros((kind.batch, kind.length, heads, kind.state), dtype=_dtype_of_shares(kind, B))
+    dA, dbias, direct = call.scratch(sequences * heads, sequences * heads, kind.length * heads)
+    dinitial = None if initial is None else initial_states.new_zeros(initial_states.shape)
+
+    def describe():
+        numbers = (
+            *kind.limits, *x.stride()[1:3], *dt.stride()[1:], *B.stride()[1:3],
+            0 if initial is None else initial.stride(1),
+        )  # fmt: skip
+        constants = (*kind.sizes, *tiles[:3], *kind.rules, dt_bias is not None, initial is not None)
+        return (heads, sequences, 1), numbers, constants, tiles
+
     if sequences:
         tensors = (
-            call.x, call.dt, call.A, call.B, call.dt_bias, call.initial, cu_seqlens.contiguous(), _dense(dstates, 4),
-            dx, ddt, dB, dinitial, direct, dA, dbias,
+            x, dt, A, B, dt_bias, initial, ends, dstates, dx, ddt, shares, dinitial, direct, dA,
+            None if dt_bias is None else dbias,
         )  # fmt: skip
-        numbers = (
-            dt_min, dt_max, *call.x.stride()[1:3], *call.dt.stride()[1:], *call.B.stride()[1:3],
-            0 if call.initial is None else call.initial.stride(1),
-        )  # fmt: skip
-        constants = (*call.sizes, *tiles[:3], *call.rules, dt_bias is not None, call.initial is not None)
-        _launch(_packed_backward_kernel, (heads, sequences, 1), tensors, numbers, constants, tiles)
-    if call.groups < heads:
-        dB, _ = _add_heads(dB, dB, B, B)
-    dA, dbias, _ = _add_chunks((dA, dbias, None), (A, dt_bias, None))
-    return tuple(x.new_empty(0) if grad is None else grad for grad in (dx, ddt, dA, dB, dbias, dinitial))
+        call.launch("backward", _packed_backward_kernel, tensors, describe)
+    dB = shares if kind.groups == heads else B.new_empty(B.shape)
+    sums = tuple(None if t is None else t.new_empty(t.shape) for t in (A, dt_bias))
+    _add_shares(call, sequences, (dA, dbias, None, shares, None), (*sums, None, dB, None))
+    return [grad for grad in (dx, ddt, sums[0], dB, sums[1], dinitial) if grad is not None]
 
 
 def _scan_backward(
-    dout: Tensor, dfinal: Tensor | None, entering: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-    D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None, seq_idx: Tensor | None,
-    chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Derivatives of x, dt, A, B, C, D, z, dt_bias, initial_states, empty where there is no such input. entering: what
-    `_scan` gave."""
-    call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max)
-    given = (_dense(dout), _dense(dfinal, 2), entering, x, dt, A, B, C, D, dt_bias)
-    return call.run_tuned("ssd_scan_backward", other_backwards, lambda: _run_backward(call, *given))
+    dout: Tensor, dfinal: Tensor | None, entering: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, initial_states: Tensor | None,
+    seq_idx: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
+) -> list[Tensor]:  # fmt: skip
+    """Derivatives of x, dt, A, B, C, D, z, dt_bias, initial_states, of those that there are. entering: what `_scan`
+    kept."""
+    inputs = (x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dout, dfinal, entering)
+    call = _Call("ssd_scan_backward", inputs, (chunk_size, dt_softplus, dt_min, dt_max), others_dense=(1, 2, 3))
+    return call.run_tuned(other_backwards, lambda: _run_backward(call, initial_states))
 
 
-def _run_backward(
-    call: _Call, dout: Tensor, dfinal: Tensor | None, entering: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
-    C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`_scan_backward` by the call's plan; derivatives are like the inputs as they were given."""
-    z = call.z
-    entering, leaving, dinitial = _states_around_chunks(call, dout, dfinal, entering)
-    tiles, batch, length, heads = call.plan.backward, call.batch, call.length, call.heads
-    chunks = ceil_div(length, tiles.rows)
-    dx, ddt = torch.empty_like(x, memory_format=torch.contiguous_format), dt.new_empty(dt.shape)
-    dz = None if z is None else z.new_empty(z.shape)
-    dB, dC = call.shares_of_heads(B), call.shares_of_heads(C)
-    dA, dbias, dD = (
-        None if t is None else x.new_empty(batch * chunks, *t.shape, dtype=torch.float32) for t in (A, dt_bias, D)
-    )
-    tensors = (
-        call.x, call.dt, call.A, call.B, call.C, D, call.z, call.dt_bias, call.seq_idx, entering, leaving, dout,
-        dx, ddt, dB, dC, dz, dA, dD, dbias,
-    )  # fmt: skip
-    numbers = (
-        *call.limits, length, *call.row_strides(), *_D_strides(D), *_strides(call.z, 3),
-        *_strides(call.seq_idx, 1), *_state_strides(entering), *_state_strides(leaving), *dout.stride()[:3],
-    )  # fmt: skip
-    constants = (
-        *call.sizes, *tiles[:3], *call.rules, D is not None, D is not None and D.dim() == 2, z is not None, *call.has,
-        entering is not None, leaving is not None,
-    )  # fmt: skip
-    _launch(_scan_backward_kernel, (heads, chunks, batch), tensors, numbers, constants, tiles)
-    if call.groups < heads:
-        dB, dC = _add_heads(dB, dC, B, C)
-    dA, dbias, dD = _add_chunks((dA, dbias, dD), (A, dt_bias, D))
-    grads = (dx, ddt, dA, dB, dC, dD, dz, dbias, dinitial)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _add_heads(dB_shares: Tensor, dC_shares: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """dB, dC (B, L, G, N) from the heads' shares (B, L, H, N)."""
-    dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
-    grid = (ceil_div(B.numel(), ADDING_BLOCK), 2, 1)
-    constants = (dB_shares.shape[2] // B.shape[2], B.shape[3], ADDING_BLOCK)
-    _launch(_add_heads_kernel, grid, (dB_shares, dC_shares, dB, dC), (B.numel(),), constants, PLAIN)
-    return dB, dC
-
-
-def _add_chunks(shares: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """dA (H), ddt_bias (H) and dD like D, from a row of shares for each chunk or sequence; None where there is none."""
-    sums = tuple(None if t is None else t.new_empty(t.shape) for t in parameters)
-    A, dt_bias, D = parameters
+def _run_backward(call: _Call, initial_states: Tensor | None) -> list[Tensor]:
+    """`_scan_backward` by the call's plan."""
+    kind, tiles, dout = call.kind, call.plan.backward, call.others[0]
+    x, dt, A, B, C, D, z, dt_bias = call.x, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias
+    chunks, heads = ceil_div(kind.length, tiles.rows), kind.heads
+    rows, states = kind.batch * chunks, kind.states_size(chunks) if chunks > 1 else 0
     columns = 0 if D is None else D.numel()
-    constants = (A.numel(), columns, dt_bias is not None, D is not None, *ADDING_TILE)
-    grid = (ceil_div(max(A.numel(), columns), ADDING_TILE[1]), 3, 1)
-    _launch(_add_chunks_kernel, grid, (*shares, *sums), (shares[0].shape[0],), constants, PLAIN)
-    return sums
+    dA, dbias, dD, *around = call.scratch(rows * heads, rows * heads, rows * columns, states, states)
+    dinitial = None if initial_states is None else call.state_like(1)                     # (B, 1, H, P, N)
+    entering, leaving = _states_around_chunks(call, chunks, around, dinitial)
+    dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
+    dz = None if z is None else z.new_empty(z.shape)
+    dB, dC, B_shares, C_shares = _room_for_columns(kind, B, C)
+    tensors = (
+        x, dt, A, B, C, D, z, dt_bias, call.seq_idx, entering, leaving, dout, dx, ddt, B_shares, C_shares, dz, dA,
+        None if D is None else dD, None if dt_bias is None else dbias,
+    )  # fmt: skip
+
+    def describe():
+        numbers = (
+            *kind.limits, kind.length, *kind.row_strides, *kind.D_strides, *kind.z_strides, *kind.seq_strides,
+            *_around_strides(kind, entering, chunks), *_around_strides(kind, leaving, chunks), *dout.stride()[:3],
+        )  # fmt: skip
+        constants = (
+            *kind.sizes, *tiles[:3], *kind.rules, D is not None, D is not None and D.dim() == 2, z is not None,
+            *kind.has, entering is not None, leaving is not None,
+        )  # fmt: skip
+        return (heads, chunks, kind.batch), numbers, constants, tiles
+
+    call.launch("backward", _scan_backward_kernel, tensors, describe)
+    sums = tuple(None if t is None else t.new_empty(t.shape) for t in (A, dt_bias, D))
+    _add_shares(call, rows, (dA, dbias, dD, B_shares, C_shares), (*sums, dB, dC))
+    if dinitial is not None:
+        dinitial = dinitial.squeeze(1).to(initial_states.dtype)
+    grads = (dx, ddt, sums[0], dB, dC, sums[2], dz, sums[1], dinitial)
+    return [grad for grad in grads if grad is not None]
 
 
-def _states_around_chunks(call: _Call, dout: Tensor, dfinal: Tensor | None, entering_spans: Tensor):
-    """What enters each chunk of backward, the derivative of what leaves it (both (B, K, H, P, N), or (B, 1, H, P, N)
-    for one chunk, or None), and the derivative of the initial states (empty if there are none)."""
-    tiles, first = call.plan.backward_states, call.initial
-    chunks = ceil_div(call.length, tiles.rows)
-    dinitial = call.x.new_empty(0) if first is None else call.state_like(1)               # (B, 1, H, P, N)
+def _dtype_of_shares(kind: _Kind, *columns: Tensor) -> torch.dtype:
+    """Of each head's share of dB or dC; in bfloat16, like the sum, it takes half the bytes."""
+    exact = kind.groups == kind.heads or all(tensor.dtype == torch.bfloat16 for tensor in columns)
+    return columns[0].dtype if exact else torch.float32
+
+
+def _room_for_columns(kind: _Kind, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dB, dC like B, C (B, L, G, N), and each head's share of them (B, L, H, N): the same if no heads share a group."""
+    dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
+    if kind.groups == kind.heads:
+        return dB, dC, dB, dC
+    shape = (2, kind.batch, kind.length, kind.heads, kind.state)
+    return dB, dC, *B.new_empty(shape, dtype=_dtype_of_shares(kind, B, C)).unbind()
+
+
+def _add_shares(call: _Call, rows: int, shares: tuple, sums: tuple) -> None:
+    """Launch `_adding_kernel`: dA, ddt_bias and dD from `rows` shares each, dB and dC where heads share groups."""
+    kind = call.kind
+    _, dbias, dD, dB, dC = sums
+
+    def describe():
+        grouped = kind.groups < kind.heads
+        columns, size = 0 if dD is None else dD.numel(), dB.numel() if grouped else 0
+        constants = (
+            kind.heads, columns, kind.heads // kind.groups, kind.state, dbias is not None, dD is not None,
+            grouped and dB is not None, grouped and dC is not None, *ADDING_TILE, ADDING_BLOCK,
+        )  # fmt: skip
+        blocks = 2 * ceil_div(kind.heads, ADDING_TILE[1]) + ceil_div(columns, ADDING_TILE[1])
+        sums_of_heads = (dB is not None) + (dC is not None)
+        return (blocks + sums_of_heads * ceil_div(size, ADDING_BLOCK), 1, 1), (rows, size), constants, PLAIN
+
+    call.launch("adding", _adding_kernel, (*shares, *sums), describe)
+
+
+def _states_around_chunks(call: _Call, chunks: int, around: tuple[Tensor, Tensor], dinitial: Tensor | None):
+    """What enters each chunk of backward and the derivative of what leaves it: `around` (B, K, H, P, N) flat, or
+    for one chunk (B, 1, H, P, N) or None; dinitial (B, 1, H, P, N) is written."""
+    kind, tiles, first, (dout, dfinal, entering_spans) = (
+        call.kind, call.plan.backward_states, call.initial, call.others
+    )
     entering = None if first is None else first.unsqueeze(1)
     leaving = None if dfinal is None else dfinal.unsqueeze(1)
-    if chunks > 1:
-        start = entering if call.spans == 1 else entering_spans
-        entering = call.state_like(chunks)
-        call.states(tiles, call.x, None, call.B, start, each=entering)
-    if chunks > 1 or first is not None:
-        one_span = call.spans == 1
-        last = None if one_span or first is None else dinitial.squeeze(1)
-        start = call.walk_start(tiles, dout, call.z, call.C, dfinal, reverse=True, last=last)
-        each = None if chunks == 1 else call.state_like(chunks)
-        leaving = leaving if each is None else each
-        last = dinitial if one_span and first is not None else None
-        call.states(tiles, dout, call.z, call.C, start, reverse=True, each=each, last=last)
-    if first is not None:
-        dinitial = dinitial.squeeze(1).to(first.dtype)
-    return entering, leaving, dinitial
+    if chunks == 1:
+        if first is not None:
+            call.states("dinitial", tiles, dout, call.z, call.C, leaving, reverse=True, last=dinitial)
+        return entering, leaving
+    each_entering, each_leaving = around
+    if kind.spans == 1:
+        call.both_walks(tiles, dout, dfinal, each_entering, each_leaving, dinitial)
+    else:
+        call.states("entering", tiles, call.x, None, call.B, entering_spans, each=each_entering)
+        start = call.walk_start(tiles, dout, call.z, call.C, dfinal, reverse=True, last=dinitial)
+        call.states("leaving", tiles, dout, call.z, call.C, start, reverse=True, each=each_leaving)
+    return each_entering, each_leaving
+
+
+def _around_strides(kind: _Kind, states: Tensor | None, chunks: int) -> tuple[int, ...]:
+    """Of batch, chunk and head in (B, K, H, P, N), flat for more than one chunk."""
+    if chunks == 1:
+        return _state_strides(states)
+    size = kind.headdim * kind.state
+    return chunks * kind.heads * size, kind.heads * size, size
 
 
 def _fake_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, chunk_size, dt_softplus, dt_min, dt_max,
                final_state, for_backward):  # fmt: skip
     batch, _, heads, headdim = x.shape
-    shape = (batch, heads, headdim, B.shape[3]) if final_state else (0,)
     spans = ceil_div(x.shape[1], rows_in_span(x))
-    entering = (0,) if spans == 1 or not for_backward else (batch, spans, heads, headdim, B.shape[3])
-    return x.new_empty(x.shape), *(x.new_empty(sizes, dtype=torch.float32) for sizes in (shape, entering))
+    outputs = [x.new_empty(x.shape)]
+    if final_state:
+        outputs.append(x.new_empty(batch, heads, headdim, B.shape[3], dtype=torch.float32))
+    if for_backward and spans > 1:
+        outputs.append(x.new_empty(batch, spans, heads, headdim, B.shape[3], dtype=torch.float32))
+    return outputs
 
 
 def _fake_scan_backward(dout, dfinal, entering, *inputs):
-    x, others, nothing = inputs[0], inputs[1:9], inputs[0].new_empty(0)
-    return tuple(nothing if t is None else t.new_empty(t.shape) for t in (x, *others))
+    return [t.new_empty(t.shape) for t in inputs[:9] if t is not None]
 
 
 def _fake_packed_states(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens, *options):
@@ -464,8 +569,7 @@ def _fake_packed_states(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlen
 
 
 def _fake_packed_states_backward(dstates, *inputs):
-    nothing = inputs[0].new_empty(0)
-    return tuple(nothing if t is None else t.new_empty(t.shape) for t in inputs[:6])
+    return [t.new_empty(t.shape) for t in inputs[:6] if t is not None]
 
 
 _INPUTS = (
@@ -474,47 +578,47 @@ _INPUTS = (
 )
 _OPTIONS = "int chunk_size, bool dt_softplus, float dt_min, float dt_max"
 
-_scan_op = define(
+define(
     f"ssd_scan({_INPUTS}, {_OPTIONS}, bool final_state, bool for_backward)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> Tensor[]",
     _scan, _fake_scan,
 )  # fmt: skip
 _scan_backward_op = define(
-    f"ssd_scan_backward(Tensor dout, Tensor? dfinal, Tensor entering, {_INPUTS}, {_OPTIONS})"
-    f" -> ({', '.join(['Tensor'] * 9)})",
+    f"ssd_scan_backward(Tensor dout, Tensor? dfinal, Tensor? entering, {_INPUTS}, {_OPTIONS}) -> Tensor[]",
     _scan_backward, _fake_scan_backward,
 )  # fmt: skip
-_packed_states_op = define(
+define(
     "ssd_packed_states(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, Tensor? initial_states, "
     f"Tensor? seq_idx, Tensor cu_seqlens, bool follows, {_OPTIONS}) -> Tensor", _packed_states, _fake_packed_states,
 )  # fmt: skip
 _packed_states_backward_op = define(
     "ssd_packed_states_backward(Tensor dstates, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, "
-    f"Tensor? initial_states, Tensor cu_seqlens, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
+    f"Tensor? initial_states, Tensor cu_seqlens, {_OPTIONS}) -> Tensor[]",
     _packed_states_backward, _fake_packed_states_backward,
 )  # fmt: skip
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, chunk_size, dt_softplus, dt_min, dt_max, _, for_backward = inputs
+    *tensors, chunk_size, dt_softplus, dt_min, dt_max, final_state, for_backward = inputs
     if not for_backward:
         raise ValueError("ssd_scan: for_backward is False, but an input requires a gradient")
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.options = (chunk_size, dt_softplus, dt_min, dt_max)
+    kept = output[-1] if len(output) > 1 + final_state else None
+    if kept is not None:
+        ctx.mark_non_differentiable(kept)
+    ctx.save_for_backward(*tensors, kept)
+    ctx.options, ctx.has_final = (chunk_size, dt_softplus, dt_min, dt_max), final_state
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dfinal, _):
+def _backward(ctx, dout, *others):
     *tensors, entering = ctx.saved_tensors
+    dfinal = others[0] if ctx.has_final else None
     if dout is None and dfinal is None:
         return (None,) * 16
     dout = torch.zeros_like(tensors[0]) if dout is None else dout
-    if dfinal is not None and dfinal.numel() == 0:
-        dfinal = None                                                                     # it was not asked for
-    grads = _scan_backward_op(dout, dfinal, entering, *tensors, *ctx.options)
-    grads = [None if tensor is None else grad for grad, tensor in zip(grads, tensors[:9], strict=True)]
-    return (*grads, *[None] * 7)
+    run = _scan_backward if is_direct((dout, dfinal, *tensors)) else _scan_backward_op
+    grads = iter(run(dout, dfinal, entering, *tensors, *ctx.options))
+    return *[None if tensor is None else next(grads) for tensor in tensors[:9]], *[None] * 7
 
 
 def _save_packed(ctx, inputs, output) -> None:
@@ -527,13 +631,12 @@ def _save_packed(ctx, inputs, output) -> None:
 
 def _backward_of_packed(ctx, dstates):
     tensors = ctx.saved_tensors
-    grads = _packed_states_backward_op(dstates, *tensors, *ctx.options)
-    grads = [None if tensor is None else grad for grad, tensor in zip(grads, tensors[:6], strict=True)]
-    return (*grads, *[None] * 7)
+    grads = iter(_packed_states_backward_op(dstates, *tensors, *ctx.options))
+    return *[None if tensor is None else next(grads) for tensor in tensors[:6]], *[None] * 7
 
 
-differentiate("ssd_scan", _backward, _save)
-differentiate("ssd_packed_states", _backward_of_packed, _save_packed)
+_run_scan_op = differentiate("ssd_scan", _backward, _save)
+_run_packed_states_op = differentiate("ssd_packed_states", _backward_of_packed, _save_packed)
 
 
 def chunk_scan_on_gpu(
@@ -553,13 +656,14 @@ def chunk_scan_on_gpu(
         )  # fmt: skip
     if follows:
         seq_idx = packed_seq_idx(cu_seqlens, x.shape[1])
-    out, final, _ = _scan_op(*needed, seq_idx, *options, return_final_states, is_differentiated(needed))
+    outputs = _run_scan_op(*needed, seq_idx, *options, return_final_states, is_differentiated(needed))
+    out = outputs[0]
     if not return_final_states and not return_varlen_states:
         return out
-    results = [out, final] if return_final_states else [out]
+    results = outputs[: 1 + return_final_states]
     if return_varlen_states:
         inputs = (x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens)
-        results.append(_packed_states_op(*inputs, follows, *options))
+        results = [*results, _run_packed_states_op(*inputs, follows, *options)]
     return tuple(results)
 
 
