@@ -480,14 +480,16 @@ def _scan_backward_kernel(
 
 @triton.jit
 def _packed_backward_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, bias_ptr, initial_ptr, ends_ptr, dstates_ptr,
+    x_ptr, dt_ptr, A_ptr, B_ptr, bias_ptr, seq_ptr, entering_ptr, ends_ptr, dstates_ptr,
     dx_ptr, ddt_ptr, dB_ptr, dinitial_ptr, direct_ptr, dA_ptr, dbias_ptr, dt_min, dt_max,
-    x_l, x_h, dt_l, dt_h, B_l, B_g, in_h,
+    x_l, x_h, dt_l, dt_h, B_l, B_g, in_s, in_h,
     H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
-    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    HAS_ENTERING: tl.constexpr, HAS_INITIAL: tl.constexpr,
 ):  # fmt: skip
     """Derivatives of one head of one packed sequence, from that of the state after its last row. Grid (H, sequences).
+    entering (sequences, H, P, N): what enters every sequence, or without seq_idx the one that begins at row 0.
 
     With r_j the log-decay from row j to the end: dx_j = exp(r_j) Δ_j G B_j, dB_j = exp(r_j) Δ_j x_j G, and the
     log-decay of step k is part of every row j < k: so the rows are walked over from the end, then from the start.
@@ -506,7 +508,7 @@ def _packed_backward_kernel(
         rows = begin + (chunks - 1 - i) * Q + tl.arange(0, Q)
         step = _steps(_raw_steps(dt_ptr, bias_ptr, rows, dt_l, h, end, HAS_BIAS), rows, end, dt_min, dt_max,
                       SOFTPLUS, LIMITED)  # fmt: skip
-        log_decay = _log_decay(step, A, dt_ptr, rows, 0, 0, end, False)
+        log_decay = _log_decay(step, A, seq_ptr, rows, 0, 0, end, HAS_SEQ)
         total = tl.sum(log_decay, 0)
         reach = tl.exp((after + (total - tl.cumsum(log_decay, 0))).to(tl.float32))        # (Q)
         after += total
@@ -525,16 +527,18 @@ def _packed_backward_kernel(
         tl.store(direct_ptr + rows.to(tl.int64) * H + h, tl.sum(x.to(tl.float32) * dx, 1), mask=rows < end)
         _store_tile(dx_ptr + h * P, rows, H * P, ps, end, P, dx * step[:, None])
     before = tl.zeros((), tl.float64)                            # the derivative of the next row's log-decay
-    if HAS_INITIAL:                              # noqa: SIM102  decided when compiling
-        if (begin == 0) & (end > 0):
+    if HAS_ENTERING:                             # noqa: SIM102  decided when compiling
+        if (end > begin) & (HAS_SEQ | (begin == 0)):
             whole = tl.exp(after.to(tl.float32))
             over = 0.0
             for n in range(0, N, BLOCK_N):
                 ns = n + tl.arange(0, BLOCK_N)
                 dstate = _tile(dstates_ptr, ps, N, ns, P, N).to(tl.float32)
-                initial = _tile(initial_ptr + h * in_h, ps, N, ns, P, N).to(tl.float32)
-                over += tl.sum(tl.sum(initial * dstate, 1), 0)
-                _store_tile(dinitial_ptr + h * P * N, ps, N, ns, P, N, whole * dstate)
+                entering = _tile(entering_ptr + s * in_s + h * in_h, ps, N, ns, P, N).to(tl.float32)
+                over += tl.sum(tl.sum(entering * dstate, 1), 0)
+                if HAS_INITIAL:                  # noqa: SIM102  decided when compiling
+                    if begin == 0:
+                        _store_tile(dinitial_ptr + h * P * N, ps, N, ns, P, N, whole * dstate)
             before += (whole * over).to(tl.float64)
     tl.debug_barrier()                           # what the first walk wrote is read by other threads
     dA = 0.0

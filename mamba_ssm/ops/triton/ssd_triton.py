@@ -16,12 +16,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from mamba_ssm.ops.checks import is_differentiated
-from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
+from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx, sequence_starts
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.launch import Launch, ceil_div, define, differentiate, is_direct, next_power_of_two
 from mamba_ssm.ops.triton.ssd_kernels import (
+    BOUNDARY,
+    LOG_DECAY_FLOOR,
     _adding_kernel,
     _both_walks_kernel,
     _packed_backward_kernel,
@@ -276,7 +279,7 @@ class _Call:
             size = kind.headdim * kind.state
             constants = (kind.heads, size, PASSING_BLOCK, initial is not None, reverse, last is not None)
             grid = (ceil_div(size, PASSING_BLOCK), kind.heads, kind.batch)
-            return grid, (kind.spans, *_strides(initial, 2)), constants, PLAIN
+            return grid, (states.shape[1], *_strides(initial, 2)), constants, PLAIN
 
         self.launch(place, _passing_kernel, (states, decay, initial, last), describe)
 
@@ -376,7 +379,8 @@ def _packed_states(
     dt_max: float,
 ) -> Tensor:  # fmt: skip
     """States after the last rows of packed sequences (S, H, P, N) float32, 0 for empty ones. follows: seq_idx is what
-    follows from cu_seqlens, so that each state depends on its own sequence alone; else there is no backward."""
+    follows from cu_seqlens, so that each state depends on its own sequence alone; else the first is to start at row 0
+    for a backward pass."""
     inputs = (x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, cu_seqlens)
     call = _Call("ssd_packed_states", inputs, (chunk_size, dt_softplus, dt_min, dt_max), others_dense=(1,))
     return call.run_tuned(lambda plan: (), lambda: _run_packed_states(call))
@@ -394,37 +398,39 @@ def _run_packed_states(call: _Call) -> Tensor:
 
 
 def _packed_states_backward(
-    dstates: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None,
-    initial_states: Tensor | None, cu_seqlens: Tensor, chunk_size: int, dt_softplus: bool, dt_min: float,
-    dt_max: float,
+    dstates: Tensor, states: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, dt_bias: Tensor | None,
+    initial_states: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor, chunk_size: int, dt_softplus: bool,
+    dt_min: float, dt_max: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Derivatives of x, dt, A, B, dt_bias, initial_states, of those that there are."""
-    inputs = (x, dt, A, B, B, None, None, dt_bias, initial_states, None, cu_seqlens, dstates)
+    """Derivatives of x, dt, A, B, dt_bias, initial_states, of those that there are. states, what `_packed_states` gave,
+    and seq_idx are given unless the latter follows from cu_seqlens."""
+    inputs = (x, dt, A, B, B, None, None, dt_bias, initial_states, seq_idx, cu_seqlens, dstates, states)
     options = (chunk_size, dt_softplus, dt_min, dt_max)
-    call = _Call("ssd_packed_states_backward", inputs, options, others_dense=(1, 4))
+    call = _Call("ssd_packed_states_backward", inputs, options, others_dense=(1, 4, 4))
     return call.run_tuned(lambda plan: (), lambda: _run_packed_backward(call, initial_states))
 
 
 def _run_packed_backward(call: _Call, initial_states: Tensor | None) -> list[Tensor]:
-    kind, tiles, (ends, dstates) = call.kind, call.plan.backward, call.others
-    x, dt, A, B, dt_bias, initial = call.x, call.dt, call.A, call.B, call.dt_bias, call.initial
+    kind, tiles, (ends, dstates, states) = call.kind, call.plan.backward, call.others
+    x, dt, A, B, dt_bias, entering = call.x, call.dt, call.A, call.B, call.dt_bias, call.initial
+    if states is not None:
+        entering, dstates = _across_sequences(call, states, dstates)
     sequences, heads = ends.shape[0] - 1, kind.heads
     dx, ddt = torch.zeros_like(x, memory_format=torch.contiguous_format), dt.new_zeros(dt.shape)
     shares = B.new_zeros((kind.batch, kind.length, heads, kind.state), dtype=_dtype_of_shares(kind, B))
     dA, dbias, direct = call.scratch(sequences * heads, sequences * heads, kind.length * heads)
-    dinitial = None if initial is None else initial_states.new_zeros(initial_states.shape)
+    dinitial = None if initial_states is None else initial_states.new_zeros(initial_states.shape)
 
     def describe():
-        numbers = (
-            *kind.limits, *x.stride()[1:3], *dt.stride()[1:], *B.stride()[1:3],
-            0 if initial is None else initial.stride(1),
-        )  # fmt: skip
-        constants = (*kind.sizes, *tiles[:3], *kind.rules, dt_bias is not None, initial is not None)
+        numbers = (*kind.limits, *x.stride()[1:3], *dt.stride()[1:], *B.stride()[1:3], *_strides(entering, 2))
+        constants = (
+            *kind.sizes, *tiles[:3], *kind.rules, *kind.has, entering is not None, initial_states is not None
+        )
         return (heads, sequences, 1), numbers, constants, tiles
 
     if sequences:
         tensors = (
-            x, dt, A, B, dt_bias, initial, ends, dstates, dx, ddt, shares, dinitial, direct, dA,
+            x, dt, A, B, dt_bias, call.seq_idx, entering, ends, dstates, dx, ddt, shares, dinitial, direct, dA,
             None if dt_bias is None else dbias,
         )  # fmt: skip
         call.launch("backward", _packed_backward_kernel, tensors, describe)
@@ -432,6 +438,28 @@ def _run_packed_backward(call: _Call, initial_states: Tensor | None) -> list[Ten
     sums = tuple(None if t is None else t.new_empty(t.shape) for t in (A, dt_bias))
     _add_shares(call, sequences, (dA, dbias, None, shares, None), (*sums, None, dB, None))
     return [grad for grad in (dx, ddt, sums[0], dB, sums[1], dinitial) if grad is not None]
+
+
+def _across_sequences(call: _Call, states: Tensor, dstates: Tensor) -> tuple[Tensor, Tensor]:
+    """What enters each packed sequence, and the derivative of the state after it, through later ones too, both
+    (S, H, P, N) float32, where seq_idx may join sequences. Few numbers, and rarely needed: mostly plain PyTorch."""
+    ends, (dt_min, dt_max), (_, softplus, limited) = call.others[0].long(), call.kind.limits, call.kind.rules
+    step = call.dt[0].double() if call.dt_bias is None else call.dt[0].double() + call.dt_bias.double()
+    step = F.softplus(step) if softplus else step
+    step = step.clamp(dt_min, dt_max) if limited else step
+    log_decay = (step * call.A.double()).clamp(min=LOG_DECAY_FLOOR.value)                 # (L, H)
+    log_decay = log_decay.masked_fill(sequence_starts(call.seq_idx)[0].unsqueeze(-1), BOUNDARY.value)
+    until = F.pad(log_decay.cumsum(0), (0, 0, 1, 0))                                      # (1+L, H)
+    log_decay = until[ends[1:]] - until[ends[:-1]]                                        # (S, H)
+    empty = ends[1:] == ends[:-1]
+    own = dstates.float().masked_fill(empty[:, None, None, None], 0.0)
+    later = own * log_decay.exp().float()[:, :, None, None]                               # becomes that of later ones
+    call.pass_on("later", later.unsqueeze(0), log_decay.float().unsqueeze(0), None, reverse=True)
+    number = torch.arange(ends.shape[0] - 1, device=ends.device)
+    last = F.pad(number.masked_fill(empty, -1), (1, -1), value=-1).cummax(0).values       # the one before with rows
+    first = states.new_zeros(states.shape[1:]) if call.initial is None else call.initial[0].float()
+    entering = torch.where((last < 0)[:, None, None, None], first, states[last.clamp(min=0)])
+    return entering, own + later
 
 
 def _scan_backward(
@@ -569,7 +597,7 @@ def _fake_packed_states(x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlen
 
 
 def _fake_packed_states_backward(dstates, *inputs):
-    return [t.new_empty(t.shape) for t in inputs[:6] if t is not None]
+    return [t.new_empty(t.shape) for t in inputs[1:7] if t is not None]
 
 
 _INPUTS = (
@@ -592,8 +620,8 @@ define(
     f"Tensor? seq_idx, Tensor cu_seqlens, bool follows, {_OPTIONS}) -> Tensor", _packed_states, _fake_packed_states,
 )  # fmt: skip
 _packed_states_backward_op = define(
-    "ssd_packed_states_backward(Tensor dstates, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, "
-    f"Tensor? initial_states, Tensor cu_seqlens, {_OPTIONS}) -> Tensor[]",
+    "ssd_packed_states_backward(Tensor dstates, Tensor? states, Tensor x, Tensor dt, Tensor A, Tensor B, "
+    f"Tensor? dt_bias, Tensor? initial_states, Tensor? seq_idx, Tensor cu_seqlens, {_OPTIONS}) -> Tensor[]",
     _packed_states_backward, _fake_packed_states_backward,
 )  # fmt: skip
 
@@ -623,16 +651,15 @@ def _backward(ctx, dout, *others):
 
 def _save_packed(ctx, inputs, output) -> None:
     *tensors, seq_idx, cu_seqlens, follows = inputs[:9]
-    if seq_idx is not None and not follows:
-        raise ValueError("ssd_packed_states: seq_idx does not follow from cu_seqlens, expected so for a backward pass")
-    ctx.save_for_backward(*tensors, cu_seqlens)
+    joined = None if follows or seq_idx is None else (output, seq_idx)
+    ctx.save_for_backward(*(joined or (None, None)), *tensors, cu_seqlens)
     ctx.options = inputs[9:]
 
 
 def _backward_of_packed(ctx, dstates):
-    tensors = ctx.saved_tensors
-    grads = iter(_packed_states_backward_op(dstates, *tensors, *ctx.options))
-    return *[None if tensor is None else next(grads) for tensor in tensors[:6]], *[None] * 7
+    states, seq_idx, *tensors, cu_seqlens = ctx.saved_tensors
+    grads = iter(_packed_states_backward_op(dstates, states, *tensors, seq_idx, cu_seqlens, *ctx.options))
+    return *[None if tensor is None else next(grads) for tensor in tensors], *[None] * 7
 
 
 _run_scan_op = differentiate("ssd_scan", _backward, _save)
@@ -648,7 +675,7 @@ def chunk_scan_on_gpu(
     needed = (x, dt, A, B, C, D, z, dt_bias, initial_states)
     options = (chunk_size, dt_softplus, float(dt_limit[0]), float(dt_limit[1]))
     follows = seq_idx is None and cu_seqlens is not None
-    if (reason := _why_reference(needed, return_varlen_states and not follows)) is not None:
+    if (reason := _why_reference(needed)) is not None:
         run = reference_instead("mamba_chunk_scan_combined", x.device, reason)
         return run(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
@@ -662,13 +689,13 @@ def chunk_scan_on_gpu(
         return out
     results = outputs[: 1 + return_final_states]
     if return_varlen_states:
-        inputs = (x, dt, A, B, dt_bias, initial_states, seq_idx, cu_seqlens)
-        results = [*results, _run_packed_states_op(*inputs, follows, *options)]
+        edges = cu_seqlens if follows else F.pad(cu_seqlens, (1, 0))                      # seq_idx may join all rows
+        states = _run_packed_states_op(x, dt, A, B, dt_bias, initial_states, seq_idx, edges, follows, *options)
+        results = [*results, states if follows else states[1:]]
     return tuple(results)
 
 
-def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) -> str | None:
-    """states_of_others: states at the ends of packed sequences are asked for, and seq_idx may join those."""
+def _why_reference(needed: tuple[Tensor | None, ...]) -> str | None:
     x, B = needed[0], needed[3]
     if accumulate_dtype(*needed) == torch.float64:
         return "the Triton kernels take no float64"
@@ -676,6 +703,4 @@ def _why_reference(needed: tuple[Tensor | None, ...], states_of_others: bool) ->
         return f"the Triton kernels take states up to N = {MAX_STATE} and heads up to P = {MAX_HEADDIM}"
     if x.numel() == 0 or B.numel() == 0:
         return "an input is of size 0"
-    if states_of_others and is_differentiated(needed):
-        return "the Triton kernels differentiate the states of packed sequences for the seq_idx of cu_seqlens alone"
     return None

@@ -201,15 +201,15 @@ def test_states_of_packed_sequences_are_differentiated(lengths, optional, groups
 
 
 @runs
-def test_states_of_sequences_that_seq_idx_joins_are_differentiated_by_the_reference():
-    """The kernel takes each state for one of its own sequence's rows alone, and refuses a seq_idx that may say else."""
-    t = inputs(length=20, optional=("dt_bias", "initial_states"))
-    joined = torch.tensor([[0] * 14 + [1] * 6], device=DEVICE)
-    check_packed(t, [0, 5, 20], seq_idx=joined)
-    operator = torch.ops.mamba_ssm_triton.ssd_packed_states
-    needed, ends = [t[name] for name in ("x", "dt", "A", "B", "dt_bias", "initial_states")], torch.tensor([0, 5, 20])
-    with pytest.raises(ValueError, match="seq_idx does not follow from cu_seqlens"):
-        operator(*needed, joined, ends.to(DEVICE), False, 16, True, 0.0, float("inf"))
+@pytest.mark.parametrize("starts, changes, optional", [
+    ([0, 5, 60], (14, 50), ("dt_bias", "initial_states")), ([3, 3, 20, 20, 41, 57], (60, 60), ("initial_states",)),
+    ([0, 0, 30, 60, 60], (2, 30), ()), ([20, 21, 33], (1, 60), ("dt_bias",)),
+])  # fmt: skip
+def test_states_of_sequences_that_seq_idx_joins_are_differentiated(starts, changes, optional):
+    """A state then depends on rows of other sequences, on those ahead of the first sequence too, back to a change."""
+    t = inputs(length=60, optional=optional, groups=2, state=5)
+    joined = torch.tensor([[0] * changes[0] + [1] * (changes[1] - changes[0]) + [0] * (60 - changes[1])], device=DEVICE)
+    check_packed(t, starts, seq_idx=joined, chunk_size=16, return_final_states=False)
 
 
 @runs
@@ -347,7 +347,12 @@ def test_opcheck():
     dstates = torch.randn(2, 1, 16, 16, device=DEVICE)
     torch.library.opcheck(
         operators.ssd_packed_states_backward.default,
-        (dstates, *detached[:4], *detached[7:9], ends, *detached[10:]),
+        (dstates, None, *detached[:4], *detached[7:9], None, ends, *detached[10:]),
+    )
+    joined = operators.ssd_packed_states(*detached[:4], *detached[7:10], ends, False, *detached[10:])
+    torch.library.opcheck(
+        operators.ssd_packed_states_backward.default,
+        (dstates, joined, *detached[:4], *detached[7:10], ends, *detached[10:]),
     )
 
 
