@@ -5,14 +5,15 @@
 // memory nor softplus and silu are waited for.
 //
 // By count, at 128 bytes a clock and multiprocessor, what lanes of one channel each read from shared memory takes longer
-// than their exponentials. Here each read of B and C serves three channels, and each of Δ and Δu two states. H200, graph, ms, against the kernel in scan_forward.cuh (N = 16): B8 L2048 D1536 float32 0.304 to
-// 0.200, bfloat16 0.258 to 0.201; B4 L8192 D1536 float32 0.867 to 0.489, bfloat16 0.751 to 0.477.
+// than their exponentials. Here each read of B and C serves three channels, and each of Δ and Δu two states. H200, graph,
+// ms, against the kernel in scan_forward.cuh (N = 16): B8 L2048 D1536 float32 0.304 to 0.200, bfloat16 0.258 to 0.201;
+// B4 L8192 D1536 float32 0.867 to 0.489, bfloat16 0.751 to 0.477.
 //
-// How far this can go, by count too: a row of a channel takes N + 3 results of the special-function unit, 16 a clock and multiprocessor,
-// 0.12 ms for B8 L2048 D1536 at 1.9 GHz. Reading and writing that in bfloat16 takes 0.047 ms, so that twice the time of
-// the bytes is out of reach there. Polynomials on the multiply-add unit don't help: with 5.8 instructions for each state and
-// 40 for each row the schedulers are at 0.10 ms already, and a polynomial takes ten more (measured with every sixth
-// exponential moved: 0.216 ms instead of 0.212, and 0.561 instead of 0.525 for B4 L8192).
+// How far this can go, by count too: a row of a channel takes N + 3 results of the special-function unit, 16 a clock and
+// multiprocessor, 0.12 ms for B8 L2048 D1536 at 1.9 GHz. Reading and writing that in bfloat16 takes 0.047 ms, so that twice
+// the time of the bytes is out of reach there. Polynomials on the multiply-add unit don't help: with 5.8 instructions for
+// each state and 40 for each row the schedulers are at 0.10 ms already, and a polynomial takes ten more (measured with
+// every sixth exponential moved: 0.216 ms instead of 0.212, and 0.561 instead of 0.525 for B4 L8192, float32).
 #pragma once
 
 #include <type_traits>
