@@ -268,15 +268,25 @@ def finish_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` from sums of dn and of dn · (x - mean) on, or of dn · x where origin is the mean.
     partial (P, 2, C) float32."""
-    parts, _, channels = partial.shape
+    channels = weight.shape[0]
     rows, tile_rows, wide = _sizes(x, channels)
-    grad_weight, grad_bias, grad_x = torch.empty_like(weight), torch.empty_like(bias), torch.empty_like(x)
-    _finish_backward_kernel[_few(channels)](partial, origin, var, grad_weight, grad_bias, eps, C=channels, PARTS=parts)
+    grad_weight, grad_bias = finish_sums(partial, origin, var, weight, eps)
+    grad_x = torch.empty_like(x)
     _backward_apply_kernel[(triton.cdiv(rows, tile_rows),)](
         grad, x, mean, var, weight, bias, grad_weight, grad_bias, grad_x, rows, eps, width,
         C=channels, ROWS=tile_rows, WIDE=wide, MOVE=move,
     )  # fmt: skip
     return grad_x, grad_weight, grad_bias
+
+
+def finish_sums(
+    partial: Tensor, origin: Tensor | None, var: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias (C) from sums as `finish_backward` takes them."""
+    parts, _, channels = partial.shape
+    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(weight)
+    _finish_backward_kernel[_few(channels)](partial, origin, var, grad_weight, grad_bias, eps, C=channels, PARTS=parts)
+    return grad_weight, grad_bias
 
 
 def _sizes(x: Tensor, channels: int, tile: int = TILE) -> tuple[int, int, int]:

@@ -34,6 +34,7 @@ class Normed(NamedTuple):
     eps: float
     width: int
     move: int
+    source: tuple[Tensor, Tensor] | None  # of the convolution before: x and weight, whose gradient the next may make
 
 
 def can_fuse(norm: nn.Module, act: nn.Module | None, rows: Tensor) -> bool:
@@ -71,17 +72,18 @@ def norm_rows(
     in_blocks: bool,
     out_blocks: bool,
     moments: tuple[Tensor, Tensor] | None = None,
+    source: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Normed | None]:
     """`batch_norm_silu`, and in training what it was made from. moments: mean and biased variance (C) of rows, where
-    they are known."""
+    they are known; source: see `Normed`."""
     batch, height, width, _ = rows.shape
     channels, move, normed = norm.num_features, _move(in_blocks, out_blocks), None
     rows = rows.contiguous()
     if norm.training:
         bias = torch.zeros_like(norm.bias) if bias is None else bias
         mean, var = moments_operator(rows.detach(), channels) if moments is None else moments
-        normed = Normed(rows, mean, var, norm.weight, norm.bias, bias, norm.eps, width, move)
-        out = train_operator(*normed)
+        normed = Normed(rows, mean, var, norm.weight, norm.bias, bias, norm.eps, width, move, source)
+        out = train_operator(*normed[:-1])
         _move_statistics(norm, mean + bias.detach(), var, rows.numel() // channels)
     else:
         mean = norm.running_mean if bias is None else norm.running_mean - bias

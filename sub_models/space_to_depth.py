@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sub_models.fused_batch_norm import NO_KERNELS, Normed, can_fuse, norm_rows
-from sub_models.native_convolutions import convolve, plan_of
+from sub_models.native_convolutions import Convolved, convolve, plan_of
 
 if NO_KERNELS is None:
     from sub_models.frame_blocks import frame_blocks
@@ -69,7 +69,7 @@ def run_unfinished(
 ) -> tuple[Tensor, Tensor | None, bool]:
     """`run_rows` without its last pass over memory: rows, the bias (O) that is still to be added to them, and whether
     they hold blocks. With `spare` a last convolution's rows keep the zero channels that it was filled up with."""
-    layers, bias, moments, normed = list(layers), None, None, None
+    layers, bias, found, normed = list(layers), None, (None, None), None  # found: of a convolution, by its kernel
     fused = False  # was this layer computed with the one before?
     for i, layer in enumerate(layers):
         following = layers[i + 1] if i + 1 < len(layers) else None
@@ -78,16 +78,16 @@ def run_unfinished(
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             rows = _arrange(rows, blocks, _takes_blocks(layer))
             is_last, asks = following is None, isinstance(following, nn.BatchNorm2d) and following.training
-            (rows, moments), bias = _convolve(rows, layer, spare and is_last, asks, normed), layer.bias
+            (rows, *found), bias = _convolve(rows, layer, spare and is_last, asks, normed), layer.bias
             normed = None
             blocks = isinstance(layer, nn.ConvTranspose2d) or layer.stride == (1, 1)
         elif can_fuse(layer, following, rows):
             wanted = i + 2 < len(layers) and _takes_blocks(layers[i + 2])
-            rows, normed = norm_rows(rows, layer, bias, blocks, wanted, moments)
-            blocks, bias, moments, fused = wanted, None, None, True
+            rows, normed = norm_rows(rows, layer, bias, blocks, wanted, *found)
+            blocks, bias, found, fused = wanted, None, (None, None), True
         else:
             rows, bias = _by_pixel(layer, _add_bias(rows, bias), 4 if blocks else 1), None
-            moments = normed = None
+            found, normed = (None, None), None
     return rows, bias, blocks
 
 
@@ -156,23 +156,22 @@ def _padding_and_reach(weight: Tensor) -> tuple[int, int]:
 
 def _convolve(
     rows: Tensor, layer: nn.Conv2d | nn.ConvTranspose2d, spare: bool, asks: bool, normed: Normed | None
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> Convolved:
     """rows (B, height, width, C), or filled up, -> (B, height, width, O), or with `spare` O rounded up to
-    `CHANNEL_MULTIPLE`, the rest zeros; C and O of the rewritten convolution. If a norm that follows `asks`, also the
-    moments of each channel where the kernel has them, else None. normed: the norm that rows came out of, if any."""
+    `CHANNEL_MULTIPLE`, the rest zeros; C and O of the rewritten convolution. If a norm that follows `asks`, with what
+    the kernel has for it. normed: the norm that rows came out of, if any."""
     weight = relaid_weight(layer)  # (O, C, T, T), odd T
     channels_out, channels_in = weight.shape[:2]
     spare_out, spare_in = -channels_out % CHANNEL_MULTIPLE, -channels_in % CHANNEL_MULTIPLE
     x = F.pad(rows, (0, channels_in + spare_in - rows.shape[-1]))
     weight = F.pad(weight, (0, 0, 0, 0, 0, spare_in, 0, spare_out))
-    moments = None
     if (plan := plan_of(layer, x)) is not None:
-        out, moments = convolve(x, weight, plan, asks, normed)
+        out = convolve(x, weight, plan, asks, normed)
     else:
         weight = weight.contiguous(memory_format=torch.channels_last)
         x = x.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
-        out = F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1)
-    return out if spare else out[..., :channels_out], moments
+        out = Convolved(F.conv2d(x, weight, padding=weight.shape[-1] // 2).permute(0, 2, 3, 1), None, None)
+    return out if spare else out._replace(rows=out.rows[..., :channels_out])
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,5 +18,7 @@ TORCH_LIBRARY(drama_native, m) {
   m.def("from_colours_and_moments(Tensor rows, Tensor weights) -> (Tensor, Tensor)");
   m.def("from_colours_and_gradients(Tensor rows, Tensor weights, " NORM ") -> (Tensor, Tensor)");
   m.def("colour_weight_gradient(Tensor grads, Tensor rows) -> Tensor");
+  m.def("colour_weight_gradient_through_norm(Tensor grads, Tensor rows, " NORM
+        ", Tensor grad_weight, Tensor grad_bias) -> Tensor");
   m.def("strided_weight_gradient(Tensor rows, Tensor grads) -> Tensor");
 }

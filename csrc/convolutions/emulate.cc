@@ -17,8 +17,17 @@ namespace {
 using namespace drama::cuda;
 
 template <typename Stage>
+constexpr auto norm_bytes(int) -> decltype(Stage::NORM_BYTES) {
+  return Stage::NORM_BYTES;
+}
+template <typename Stage>
+constexpr int norm_bytes(...) {
+  return 0;
+}
+
+template <typename Stage>
 int emulate(int blocks, const std::function<void(int, int)>& kernel) {
-  static_assert(Stage::SHARED_BYTES <= emulated::SHARED);
+  static_assert(Stage::SHARED_BYTES + norm_bytes<Stage>(0) <= emulated::SHARED);
   emulated::block.conflicts = 0;
   for (int i = 0; i < blocks; ++i) {
     emulated::run_block(Stage::THREADS, [&](int thread) { kernel(thread, i); });
@@ -36,12 +45,12 @@ int strided(const bf16* rows, const uint4* weights, const float* shifts, bf16* o
   });
 }
 
-template <Sums SUMS>
+template <typename Stage, Sums SUMS>
 int spread_frames(const bf16* rows, const uint4* weights, bf16* out, float* partial, const Norm& norm, int count,
                   int blocks) {
-  blocks = std::min(blocks, count * Spread::PARTS);
-  return emulate<Spread>(blocks, [&](int thread, int i) {
-    spread<SUMS>(emulated::block.shared, thread, i, blocks, rows, weights, out, partial, norm, count);
+  blocks = std::min(blocks, count * Stage::PARTS);
+  return emulate<Stage>(blocks, [&](int thread, int i) {
+    spread<Stage, SUMS>(emulated::block.shared, thread, i, blocks, rows, weights, out, partial, norm, count);
   });
 }
 
@@ -49,6 +58,14 @@ template <Sums SUMS>
 int first(const bf16* rows, const uint4* weights, bf16* out, float* partial, const Norm& norm, int count, int blocks) {
   return emulate<First>(blocks, [&](int thread, int i) {
     convolve_first<SUMS>(emulated::block.shared, thread, i, blocks, rows, weights, out, partial, norm, count);
+  });
+}
+
+template <typename Stage>
+int colour_weight_of(const bf16* grads, const bf16* rows, float* partial, const NormGradient& through, int count,
+                     int blocks) {
+  return emulate<Stage>(blocks, [&](int thread, int i) {
+    colour_weight<Stage>(emulated::block.shared, thread, i, blocks, grads, rows, partial, through, count);
   });
 }
 
@@ -71,8 +88,11 @@ int strided_second(const bf16* rows, const uint4* weights, bf16* out, int count,
 int strided_third(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
   return strided<StridedThird, Output::numbers>(rows, weights, nullptr, out, nullptr, {}, count, blocks);
 }
-int spread_pixels(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
-  return spread_frames<Sums::none>(rows, weights, out, nullptr, {}, count, blocks);
+int spread_to_16(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return spread_frames<SpreadTo16, Sums::none>(rows, weights, out, nullptr, {}, count, blocks);
+}
+int spread_to_32(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
+  return spread_frames<SpreadTo32, Sums::none>(rows, weights, out, nullptr, {}, count, blocks);
 }
 int to_colours(const bf16* rows, const uint4* weights, bf16* out, int count, int blocks) {
   return strided<Colours, Output::numbers>(rows, weights, nullptr, out, nullptr, {}, count, blocks);
@@ -88,9 +108,13 @@ int strided_third_and_moments(const bf16* rows, const uint4* weights, bf16* out,
                               int blocks) {
   return strided<StridedThird, Output::numbers_and_moments>(rows, weights, nullptr, out, partial, {}, count, blocks);
 }
-int spread_pixels_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
+int spread_to_16_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
                               int blocks) {
-  return spread_frames<Sums::moments>(rows, weights, out, partial, {}, count, blocks);
+  return spread_frames<SpreadTo16, Sums::moments>(rows, weights, out, partial, {}, count, blocks);
+}
+int spread_to_32_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
+                              int blocks) {
+  return spread_frames<SpreadTo32, Sums::moments>(rows, weights, out, partial, {}, count, blocks);
 }
 int from_colours_and_moments(const bf16* rows, const uint4* weights, bf16* out, float* partial, int count,
                              int blocks) {
@@ -104,18 +128,24 @@ int strided_third_and_gradients(const bf16* rows, const uint4* weights, const No
                                 int count, int blocks) {
   return strided<StridedThird, Output::numbers_and_gradients>(rows, weights, nullptr, out, partial, *norm, count, blocks);
 }
-int spread_pixels_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
+int spread_to_16_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
                                 int count, int blocks) {
-  return spread_frames<Sums::gradients>(rows, weights, out, partial, *norm, count, blocks);
+  return spread_frames<SpreadTo16, Sums::gradients>(rows, weights, out, partial, *norm, count, blocks);
+}
+int spread_to_32_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
+                                int count, int blocks) {
+  return spread_frames<SpreadTo32, Sums::gradients>(rows, weights, out, partial, *norm, count, blocks);
 }
 int from_colours_and_gradients(const bf16* rows, const uint4* weights, const Norm* norm, bf16* out, float* partial,
                                int count, int blocks) {
   return first<Sums::gradients>(rows, weights, out, partial, *norm, count, blocks);
 }
 int colour_weight_gradient(const bf16* grads, const bf16* rows, float* partial, int count, int blocks) {
-  return emulate<ColourWeight>(blocks, [&](int thread, int i) {
-    colour_weight(emulated::block.shared, thread, i, blocks, grads, rows, partial, count);
-  });
+  return colour_weight_of<PlainColourWeight>(grads, rows, partial, {}, count, blocks);
+}
+int colour_weight_gradient_through_norm(const bf16* grads, const bf16* rows, const NormGradient* through, float* partial,
+                                        int count, int blocks) {
+  return colour_weight_of<ColourWeightThroughNorm>(grads, rows, partial, *through, count, blocks);
 }
 int second_weight_gradient(const bf16* rows, const bf16* grads, float* partial, int count, int blocks) {
   return emulate<SecondWeight>(blocks, [&](int thread, int i) {

@@ -27,6 +27,9 @@ struct uint3 {
 struct float2 {
   float x, y;
 };
+struct float4 {
+  float x, y, z, w;
+};
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 
@@ -178,6 +181,7 @@ inline float byte_of(uint32_t word) {
 }
 
 inline void copy16(uint32_t to, const void* from) { std::memcpy(place16(to), from, 16); }
+inline void copy8(uint32_t to, const void* from) { std::memcpy(emulated::block.shared + to, from, 8); }
 inline void copy16_or_clear(uint32_t to, const void* from, bool copied) {
   copied ? std::memcpy(place16(to), from, 16) : std::memset(place16(to), 0, 16);
 }

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sub_models.native_convolutions import FAKES, NO_KERNELS, WITH_SUMS, register_fakes
+from sub_models.native_convolutions import FAKES, NO_KERNELS, UNTRACED, register_fakes
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "convolutions"
 BLOCKS = 2  # of threads, so that one takes several frames where there are more
 KERNELS = {  # of operators, where they go by another name or by the rows' height
     "strided": {32: "strided_second", 16: "strided_third"},
-    "spread": {32: "spread_pixels"},
+    "spread": {32: "spread_to_16", 16: "spread_to_32"},
     "strided_weight_gradient": {32: "second_weight_gradient"},
 }
 
@@ -30,6 +30,17 @@ class Norm(ctypes.Structure):
         super().__init__(*(x.data_ptr() for x in self.kept), eps)
 
 
+class NormGradient(ctypes.Structure):
+    """Of norm.h."""
+
+    _fields_ = [("norm", Norm), ("grad_weight", ctypes.c_void_p), ("grad_bias", ctypes.c_void_p)]
+
+    def __init__(self, *arguments):
+        *norm, grad_weight, grad_bias = arguments
+        self.kept = Norm(*norm), grad_weight, grad_bias
+        super().__init__(self.kept[0], grad_weight.data_ptr(), grad_bias.data_ptr())
+
+
 @pytest.fixture(scope="session")
 def emulated_convolutions(tmp_path_factory):
     """`torch.ops.drama_native` for CPU tensors; that no two rows of a matrix lie in the same banks is asserted on the
@@ -42,13 +53,13 @@ def emulated_convolutions(tmp_path_factory):
     operators = torch.library.Library("drama_native", "FRAGMENT")
 
     def register(name, schema):
-        plain_name, _, with_sums = name.partition("_and_")
-        sums = name.endswith("weight_gradient")
+        plain_name, _, with_sums = name.removesuffix("_through_norm").partition("_and_")
+        sums = "weight_gradient" in name
 
         def run(*arguments):
             count = len(arguments) if name == plain_name else 2
             tensors = [x.contiguous() for x in arguments[:count]]
-            norm = Norm(*arguments[count:]) if arguments[count:] else None
+            norm = (NormGradient if sums else Norm)(*arguments[count:]) if arguments[count:] else None
             out = FAKES[plain_name](*tensors)
             if sums:  # each block of threads leaves its own
                 out = out.new_empty(BLOCKS, *out.shape)
@@ -68,9 +79,9 @@ def emulated_convolutions(tmp_path_factory):
         operators.impl(name, run, "CPU")
 
     source = (SOURCES / "convolution_ops.cpp").read_text()
-    source = source.replace('" NORM "', re.search(r'#define NORM "(.*)"', source)[1])
+    source = re.sub(r'" NORM\s+"', re.search(r'#define NORM "(.*)"', source)[1], source)
     schemas = re.findall(r'm\.def\("((\w+)\(.*?)"\)', source)
-    assert {name for _, name in schemas} == {*FAKES, *WITH_SUMS}
+    assert {name for _, name in schemas} == {*FAKES, *UNTRACED}
     for schema, name in schemas:
         register(name, schema)
     if NO_KERNELS is not None:

@@ -59,7 +59,7 @@ def check_a_plan(layer, side, plan, frames, device):
         results.append([y, dx[..., :channels_in], dw[:channels_out, :channels_in]])
     for got, expected in zip(*results, strict=True):
         assert relative_error(got, expected) < 3e-3
-    y, moments = convolve(x, weight, plan, moments=True)
+    y, moments, _ = convolve(x, weight, plan, moments=True)
     assert torch.equal(y, results[0][0])
     if plan[0] in ("strided", "spread", "from_colours"):
         check_moments(moments, results[1][0].reshape(-1, layer.out_channels))
@@ -82,19 +82,21 @@ def check_after_a_norm(layer, side, plan, frames, device, tolerance):
     nn.init.normal_(norm.bias)
     pixels = 2 * side if takes_blocks else side
     image = 2 * torch.randn(frames, pixels, pixels, layer.in_channels) + torch.randn(layer.in_channels)
-    blocks = space_to_depth.space_to_depth(image).bfloat16().to(device)
+    in_blocks = (layer.in_channels, layer.out_channels) != (32, 48)  # what the convolution before puts out
+    came = (space_to_depth.space_to_depth(image) if in_blocks else image).bfloat16().to(device)
     grad = filled(torch.randn(frames, side, side, weight.shape[0]), 3).bfloat16().to(device)
     results = []
     for exactly in (False, True):
         dtype = torch.float64 if exactly else torch.bfloat16
         twin = copy.deepcopy(norm).to(torch.float64 if exactly else torch.float32)
-        x, w = (t.to(dtype).requires_grad_() for t in (blocks, weight))
+        x, w = (t.to(dtype).requires_grad_() for t in (came, weight))
         if exactly:
-            a = F.silu(twin(space_to_depth.depth_to_space(x).permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+            lines = space_to_depth.depth_to_space(x) if in_blocks else x
+            a = F.silu(twin(lines.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
             y = exact(space_to_depth.space_to_depth(a) if takes_blocks else a, w)
         else:
-            a, normed = norm_rows(x, twin, None, True, takes_blocks)
-            y, _ = convolve(a, w, plan, normed=normed)
+            a, normed = norm_rows(x, twin, None, in_blocks, takes_blocks)
+            y = convolve(a, w, plan, normed=normed).rows
             assert "after_norm" in y.grad_fn.name()
         dx, dw, *of_norm = torch.autograd.grad(y, (x, w, twin.weight, twin.bias), grad.to(dtype))
         results.append([y, dx, dw * (weight != 0), *of_norm])
@@ -118,6 +120,47 @@ def test_emulated_kernels(emulated_convolutions, kind, channels_in, channels_out
 def test_emulated_kernels_after_a_norm(emulated_convolutions, kind, channels_in, channels_out, stride):
     side, plan = PLANS[kind, channels_in, channels_out, stride]
     check_after_a_norm(made(kind, channels_in, channels_out, stride), side, plan, 1, "cpu", 1e-2)
+
+
+def first_layers():
+    """An image of colours, two convolutions and the norm between them, whose gradients are made together."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(16)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return nn.Sequential(made(nn.Conv2d, 3, 16, 1), norm, nn.SiLU(), made(nn.Conv2d, 16, 32, 2))
+
+
+def check_first_layers(device, frames, tolerance):
+    stack, image = first_layers().to(device), torch.rand(frames, 3, 64, 64, device=device)
+    exact_stack = copy.deepcopy(stack).double()
+    expected = exact_stack(image.double())
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+    out = run_relaid(stack, image)
+    (out * weight).sum().backward()
+    for (name, p), q in zip(stack.named_parameters(), exact_stack.parameters(), strict=True):
+        if name == "0.bias":  # cancels in the norm
+            assert torch.equal(p.grad, torch.zeros_like(p))
+        else:
+            assert relative_error(p.grad, q.grad) < tolerance, name
+    return out
+
+
+@interpreted
+def test_emulated_first_layers(emulated_convolutions, monkeypatch):
+    def plan(layer, rows):
+        return PLANS[type(layer), layer.in_channels, layer.out_channels, layer.stride[0]][1]
+
+    monkeypatch.setattr(space_to_depth, "plan_of", plan)
+    monkeypatch.setattr(space_to_depth, "can_fuse", lambda *found: isinstance(found[1], nn.SiLU))
+    out = check_first_layers("cpu", 1, 3e-2)
+    names, nodes = set(), [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        names.add(node.name())
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    assert {name for name in names if "convolution" in name} == {"convolution_after_normBackward"}
 
 
 @interpreted
@@ -179,6 +222,13 @@ def test_kernels_on_a_gpu(kind, channels_in, channels_out, stride, frames):
 def test_kernels_after_a_norm_on_a_gpu(kind, channels_in, channels_out, stride, frames):
     side, plan = PLANS[kind, channels_in, channels_out, stride]
     check_after_a_norm(made(kind, channels_in, channels_out, stride), side, plan, frames, "cuda", 6e-3)
+
+
+@pytest.mark.gpu
+@needs_kernels
+def test_first_layers_on_a_gpu():
+    with torch.autocast("cuda", torch.bfloat16):
+        check_first_layers("cuda", 37, 3e-2)
 
 
 @pytest.mark.gpu

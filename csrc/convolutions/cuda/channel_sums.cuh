@@ -12,12 +12,19 @@ namespace drama::cuda {
 
 enum class Sums { none, moments, gradients };
 
-// scale (C), shift (C) of C channels; room: 2 * C floats of shared memory.
+// Of n, from that of silu(n).
+__device__ __forceinline__ float gradient_of_norm(float grad, float n) {
+  const float s = sigmoid(n);
+  return grad * s * fmaf(n, 1.0f - s, 1.0f);
+}
+
+// Scale and shift of C channels, by pairs: both scales, both shifts. room: 2 * C floats of shared memory.
 __device__ __forceinline__ void store_norm(float* room, const Norm& norm, int channels, int thread) {
   if (thread >= channels) return;
   const float scale = norm.weight[thread] / sqrtf(norm.var[thread] + norm.eps);
-  room[thread] = scale;
-  room[channels + thread] = norm.bias[thread] - scale * norm.mean[thread];
+  float* pair = room + thread / 2 * 4 + thread % 2;
+  pair[0] = scale;
+  pair[2] = norm.bias[thread] - scale * norm.mean[thread];
 }
 
 // COUNT channels of each of CHANNELS / COUNT neighbouring lanes: eight channels side by side, then four more, as
@@ -44,19 +51,17 @@ struct ChannelSums {
         }
   }
 
-  // Two neighbouring channels, from number I of the lane's on. x: both; norm: the scale of the first.
+  // Two neighbouring channels, from number I of the lane's on. x: both; norm: what `store_norm` has of the pair.
   template <int I>
   __device__ __forceinline__ void add_pair(const float* grad, uint32_t x, const float* norm) {
-    const float2 scale = *reinterpret_cast<const float2*>(norm);
-    const float2 shift = *reinterpret_cast<const float2*>(norm + CHANNELS);
-    add_gradient<I>(grad[0], low_half(x), scale.x, shift.x);
-    add_gradient<I + 1>(grad[1], high_half(x), scale.y, shift.y);
+    const float4 pair = *reinterpret_cast<const float4*>(norm);
+    add_gradient<I>(grad[0], low_half(x), pair.x, pair.z);
+    add_gradient<I + 1>(grad[1], high_half(x), pair.y, pair.w);
   }
 
   template <int I>
   __device__ __forceinline__ void add_gradient(float grad, float x, float scale, float shift) {
-    const float n = fmaf(x, scale, shift), s = sigmoid(n);
-    const float dn = grad * s * fmaf(n, 1.0f - s, 1.0f);
+    const float dn = gradient_of_norm(grad, fmaf(x, scale, shift));
     first[I] += dn;
     second[I] = fmaf(dn, x, second[I]);
   }

@@ -33,7 +33,8 @@ using Kernel = cudaError_t (*)(const Launch&);
 using WithSums = std::tuple<at::Tensor, at::Tensor>;
 
 // Runs `kernel` on frames and weights, with shifts unless they are undefined, into `out` and `partial` unless that is.
-at::Tensor run(Kernel kernel, const at::Tensor& frames, const at::Tensor& weights, const at::Tensor& shifts,
+template <typename Run>
+at::Tensor run(const Run& kernel, const at::Tensor& frames, const at::Tensor& weights, const at::Tensor& shifts,
                const at::Tensor& out, const at::Tensor& partial = {}, const Norm& norm = {}) {
   const auto x = dense(frames), w = dense(weights), s = shifts.defined() ? dense(shifts) : shifts;
   const auto error = kernel({x.const_data_ptr(), w.const_data_ptr(), s.defined() ? s.const_data_ptr<float>() : nullptr,
@@ -41,6 +42,16 @@ at::Tensor run(Kernel kernel, const at::Tensor& frames, const at::Tensor& weight
                              count_of(x), c10::cuda::getCurrentCUDAStream()});
   TORCH_CHECK(error == cudaSuccess, "convolution: ", cudaGetErrorString(error));
   return out;
+}
+
+// The norm before a convolution: x, dense, of so many numbers.
+Norm norm_of(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& var, const at::Tensor& weight,
+             const at::Tensor& bias, double eps, int64_t numbers, int64_t channels) {
+  TORCH_CHECK_VALUE(x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.numel() == numbers,
+                    "convolution: what was normed has ", x.numel(), " numbers, expected ", numbers, " in bfloat16");
+  for (const auto& part : {mean, var, weight, bias}) expect("a norm's part", part, {channels}, at::kFloat);
+  return {x.const_data_ptr(),            mean.const_data_ptr<float>(), var.const_data_ptr<float>(),
+          weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(eps)};
 }
 
 // A convolution with sums for a batch norm beside it: what it checks and lays its output in, how it is run.
@@ -64,11 +75,7 @@ struct Summed {
                      const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) const {
     const c10::cuda::CUDAGuard guard(rows.device());
     const auto out = output(rows, weights), sums = partial(rows), x = dense(normed);
-    TORCH_CHECK_VALUE(x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.numel() == out.numel(),
-                      "convolution: what was normed has ", x.numel(), " numbers, expected ", out.numel(), " in bfloat16");
-    for (const auto& of_channel : {mean, var, weight, bias}) expect("a norm's part", of_channel, {channels}, at::kFloat);
-    const Norm norm{x.const_data_ptr(),            mean.const_data_ptr<float>(), var.const_data_ptr<float>(),
-                    weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(eps)};
+    const auto norm = norm_of(x, mean, var, weight, bias, eps, out.numel(), channels);
     return {run(with_gradients, rows, weights, {}, out, sums, norm), sums};
   }
 };
@@ -89,6 +96,7 @@ at::Tensor third(const at::Tensor& rows, const at::Tensor& weights, const at::Te
   return run(encoder_third, rows, weights, shifts, at::empty({rows.size(0), 8, 8, 4 * 48}, rows.options()));
 }
 
+// Of two kernels of a kind, the one for the larger frames.
 bool is_second(const at::Tensor& rows) { return rows.dim() == 4 && rows.size(1) == 32; }
 
 at::Tensor strided_output(const at::Tensor& rows, const at::Tensor& weights) {
@@ -100,9 +108,11 @@ at::Tensor strided_output(const at::Tensor& rows, const at::Tensor& weights) {
 }
 
 at::Tensor spread_output(const at::Tensor& rows, const at::Tensor& weights) {
-  expect("rows", rows, {rows.size(0), 32, 32, 32}, at::kBFloat16);
-  expect("weights", weights, {25 * 2 * 16, 16}, at::kBFloat16);
-  return at::empty({rows.size(0), 32, 32, 4 * 16}, rows.options());
+  const bool to_16 = is_second(rows);
+  const int64_t side = to_16 ? 32 : 16, channels = to_16 ? 32 : 48, columns = to_16 ? 16 : 32;
+  expect("rows", rows, {rows.size(0), side, side, channels}, at::kBFloat16);
+  expect("weights", weights, {25 * channels / 16 * columns, 16}, at::kBFloat16);
+  return at::empty({rows.size(0), side, side, 4 * columns}, rows.options());
 }
 
 at::Tensor from_colours_output(const at::Tensor& rows, const at::Tensor& weights) {
@@ -113,7 +123,8 @@ at::Tensor from_colours_output(const at::Tensor& rows, const at::Tensor& weights
 
 constexpr Summed SECOND{strided_output, strided_second_and_moments, strided_second_and_gradients, strided_second_blocks, 32};
 constexpr Summed THIRD{strided_output, strided_third_and_moments, strided_third_and_gradients, strided_third_blocks, 48};
-constexpr Summed SPREAD{spread_output, spread_pixels_and_moments, spread_pixels_and_gradients, spread_blocks, 16};
+constexpr Summed TO_16{spread_output, spread_to_16_and_moments, spread_to_16_and_gradients, spread_to_16_blocks, 16};
+constexpr Summed TO_32{spread_output, spread_to_32_and_moments, spread_to_32_and_gradients, spread_to_32_blocks, 32};
 constexpr Summed FROM_COLOURS{from_colours_output, from_colours_and_moments, from_colours_and_gradients, first_blocks, 16};
 
 at::Tensor strided(const at::Tensor& rows, const at::Tensor& weights) {
@@ -123,10 +134,11 @@ at::Tensor strided(const at::Tensor& rows, const at::Tensor& weights) {
 
 at::Tensor spread(const at::Tensor& rows, const at::Tensor& weights) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  return run(spread_pixels, rows, weights, {}, spread_output(rows, weights));
+  return run(is_second(rows) ? spread_to_16 : spread_to_32, rows, weights, {}, spread_output(rows, weights));
 }
 
 const Summed& strided_of(const at::Tensor& rows) { return is_second(rows) ? SECOND : THIRD; }
+const Summed& spread_of(const at::Tensor& rows) { return is_second(rows) ? TO_16 : TO_32; }
 
 at::Tensor blocks_to_colours(const at::Tensor& rows, const at::Tensor& weights) {
   expect("rows", rows, {rows.size(0), 32, 32, 4 * 16}, at::kBFloat16);
@@ -147,6 +159,22 @@ at::Tensor weight_of_colours(const at::Tensor& grads, const at::Tensor& rows) {
   const auto options = grads.options().dtype(at::kFloat);
   return run(colour_weight_gradient, grads, rows, {}, at::empty({colour_weight_blocks(count_of(grads)), 64, 120}, options))
       .sum(0);
+}
+
+at::Tensor weight_of_colours_through_norm(const at::Tensor& grads, const at::Tensor& rows, const at::Tensor& normed,
+                                          const at::Tensor& mean, const at::Tensor& var, const at::Tensor& weight,
+                                          const at::Tensor& bias, double eps, const at::Tensor& grad_weight,
+                                          const at::Tensor& grad_bias) {
+  expect("grads", grads, {grads.size(0), 32, 32, 4 * 16}, at::kBFloat16);
+  expect("rows", rows, {grads.size(0), 32, 32, 16}, at::kBFloat16);
+  for (const auto& part : {grad_weight, grad_bias}) expect("a norm's gradient", part, {16}, at::kFloat);
+  const c10::cuda::CUDAGuard guard(grads.device());
+  const auto x = dense(normed);
+  const auto norm = norm_of(x, mean, var, weight, bias, eps, grads.numel(), 16);
+  const NormGradient through{norm, grad_weight.const_data_ptr<float>(), grad_bias.const_data_ptr<float>()};
+  const auto kernel = [&](const Launch& l) { return colour_weight_gradient_through_norm(l, through); };
+  const auto options = grads.options().dtype(at::kFloat);
+  return run(kernel, grads, rows, {}, at::empty({colour_weight_blocks(count_of(grads)), 64, 120}, options)).sum(0);
 }
 
 at::Tensor weight_of_strided(const at::Tensor& rows, const at::Tensor& grads) {
@@ -176,12 +204,12 @@ TORCH_LIBRARY_IMPL(drama_native, CUDA, m) {
            return strided_of(rows).gradients(rows, weights, normed, mean, var, weight, bias, eps);
          });
   m.impl("spread_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
-    return SPREAD.moments(rows, weights);
+    return spread_of(rows).moments(rows, weights);
   });
   m.impl("spread_and_gradients",
          [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
             const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-           return SPREAD.gradients(rows, weights, normed, mean, var, weight, bias, eps);
+           return spread_of(rows).gradients(rows, weights, normed, mean, var, weight, bias, eps);
          });
   m.impl("from_colours_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
     return FROM_COLOURS.moments(rows, weights);
@@ -192,6 +220,7 @@ TORCH_LIBRARY_IMPL(drama_native, CUDA, m) {
            return FROM_COLOURS.gradients(rows, weights, normed, mean, var, weight, bias, eps);
          });
   m.impl("colour_weight_gradient", weight_of_colours);
+  m.impl("colour_weight_gradient_through_norm", weight_of_colours_through_norm);
   m.impl("strided_weight_gradient", weight_of_strided);
 }
 

@@ -31,11 +31,11 @@ __global__ __launch_bounds__(Stage::THREADS, Stage::RESIDENT) void strided_kerne
                                  count);
 }
 
-template <Sums SUMS>
-__global__ __launch_bounds__(Spread::THREADS, Spread::RESIDENT) void spread_kernel(const bf16* frames,
-                                                                                   const uint4* weights, bf16* out,
-                                                                                   float* partial, Norm norm, int count) {
-  spread<SUMS>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, partial, norm, count);
+template <typename Stage, Sums SUMS>
+__global__ __launch_bounds__(Stage::THREADS, Stage::RESIDENT) void spread_kernel(const bf16* frames,
+                                                                                 const uint4* weights, bf16* out,
+                                                                                 float* partial, Norm norm, int count) {
+  spread<Stage, SUMS>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, partial, norm, count);
 }
 
 template <Sums SUMS>
@@ -45,10 +45,12 @@ __global__ __launch_bounds__(First::THREADS, First::RESIDENT) void first_kernel(
   convolve_first<SUMS>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, weights, out, partial, norm, count);
 }
 
-__global__ __launch_bounds__(ColourWeight::THREADS, WEIGHT_BLOCKS) void colour_weight_kernel(const bf16* grads,
-                                                                                             const bf16* frames,
-                                                                                             float* partial, int count) {
-  colour_weight(memory, threadIdx.x, blockIdx.x, gridDim.x, grads, frames, partial, count);
+template <typename Stage>
+__global__ __launch_bounds__(Stage::THREADS, WEIGHT_BLOCKS) void colour_weight_kernel(const bf16* grads,
+                                                                                      const bf16* frames,
+                                                                                      float* partial,
+                                                                                      NormGradient through, int count) {
+  colour_weight<Stage>(memory, threadIdx.x, blockIdx.x, gridDim.x, grads, frames, partial, through, count);
 }
 
 __global__ __launch_bounds__(SecondWeight::THREADS, 1) void second_weight_kernel(const bf16* frames, const bf16* grads,
@@ -56,15 +58,18 @@ __global__ __launch_bounds__(SecondWeight::THREADS, 1) void second_weight_kernel
   second_weight(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, grads, partial, count);
 }
 
-template <typename Stage, typename... Parameters, typename... Arguments>
+template <typename Stage, int MORE_BYTES = 0, typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int blocks, cudaStream_t stream, Arguments... arguments) {
   if (blocks == 0) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Stage::SHARED_BYTES);
+  constexpr int BYTES = Stage::SHARED_BYTES + MORE_BYTES;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, Stage::THREADS, Stage::SHARED_BYTES, stream>>>(static_cast<Parameters>(arguments)...);
+  kernel<<<blocks, Stage::THREADS, BYTES, stream>>>(static_cast<Parameters>(arguments)...);
   return cudaGetLastError();
 }
+
+template <typename Stage, Sums SUMS>
+constexpr int MORE_BYTES = SUMS == Sums::gradients ? Stage::NORM_BYTES : 0;
 
 // Blocks of threads that keep the weights and walk over their tasks.
 template <typename Stage>
@@ -75,20 +80,25 @@ int blocks_of(int tasks) {
 template <typename Stage, Output OUTPUT>
 cudaError_t strided(const Launch& l) {
   const int blocks = blocks_of<Stage>(l.count * Stage::PARTS);
-  return launch<Stage>(strided_kernel<Stage, OUTPUT>, blocks, l.stream, l.frames, l.weights, l.shifts, l.out, l.partial,
-                       l.norm, l.count);
+  constexpr int MORE = OUTPUT == Output::numbers_and_gradients ? Stage::NORM_BYTES : 0;
+  return launch<Stage, MORE>(strided_kernel<Stage, OUTPUT>, blocks, l.stream, l.frames, l.weights, l.shifts, l.out,
+                             l.partial, l.norm, l.count);
 }
 
-template <Sums SUMS>
+template <typename Stage, Sums SUMS>
 cudaError_t spread_frames(const Launch& l) {
-  const int blocks = spread_blocks(l.count);
-  return launch<Spread>(spread_kernel<SUMS>, blocks, l.stream, l.frames, l.weights, l.out, l.partial, l.norm, l.count);
+  const int blocks = blocks_of<Stage>(l.count * Stage::PARTS);
+  constexpr int MORE = MORE_BYTES<Stage, SUMS>;
+  return launch<Stage, MORE>(spread_kernel<Stage, SUMS>, blocks, l.stream, l.frames, l.weights, l.out, l.partial, l.norm,
+                             l.count);
 }
 
 template <Sums SUMS>
 cudaError_t first(const Launch& l) {
   const int blocks = first_blocks(l.count);
-  return launch<First>(first_kernel<SUMS>, blocks, l.stream, l.frames, l.weights, l.out, l.partial, l.norm, l.count);
+  constexpr int MORE = MORE_BYTES<First, SUMS>;
+  return launch<First, MORE>(first_kernel<SUMS>, blocks, l.stream, l.frames, l.weights, l.out, l.partial, l.norm,
+                             l.count);
 }
 
 }  // namespace
@@ -104,11 +114,15 @@ int strided_second_blocks(int frames) { return blocks_of<StridedSecond>(StridedS
 
 int strided_third_blocks(int frames) { return blocks_of<StridedThird>(StridedThird::PARTS * frames); }
 
-int spread_blocks(int frames) { return blocks_of<Spread>(Spread::PARTS * frames); }
+int spread_to_16_blocks(int frames) { return blocks_of<SpreadTo16>(SpreadTo16::PARTS * frames); }
+
+int spread_to_32_blocks(int frames) { return blocks_of<SpreadTo32>(SpreadTo32::PARTS * frames); }
 
 int first_blocks(int frames) { return blocks_of<First>(frames); }
 
-int colour_weight_blocks(int frames) { return std::min(WEIGHT_BLOCKS * multiprocessors(), ColourWeight::PARTS * frames); }
+int colour_weight_blocks(int frames) {
+  return std::min(WEIGHT_BLOCKS * multiprocessors(), PlainColourWeight::PARTS * frames);
+}
 
 int second_weight_blocks(int frames) { return std::min(multiprocessors(), SecondWeight::PARTS * frames); }
 
@@ -120,22 +134,37 @@ cudaError_t encoder_third(const Launch& l) { return strided<StridedThird, Output
 cudaError_t strided_second(const Launch& l) { return strided<StridedSecond, Output::numbers>(l); }
 cudaError_t strided_third(const Launch& l) { return strided<StridedThird, Output::numbers>(l); }
 cudaError_t to_colours(const Launch& l) { return strided<Colours, Output::numbers>(l); }
-cudaError_t spread_pixels(const Launch& l) { return spread_frames<Sums::none>(l); }
+cudaError_t spread_to_16(const Launch& l) { return spread_frames<SpreadTo16, Sums::none>(l); }
+cudaError_t spread_to_32(const Launch& l) { return spread_frames<SpreadTo32, Sums::none>(l); }
 cudaError_t from_colours(const Launch& l) { return first<Sums::none>(l); }
 
 cudaError_t strided_second_and_moments(const Launch& l) { return strided<StridedSecond, Output::numbers_and_moments>(l); }
 cudaError_t strided_third_and_moments(const Launch& l) { return strided<StridedThird, Output::numbers_and_moments>(l); }
-cudaError_t spread_pixels_and_moments(const Launch& l) { return spread_frames<Sums::moments>(l); }
+cudaError_t spread_to_16_and_moments(const Launch& l) { return spread_frames<SpreadTo16, Sums::moments>(l); }
+cudaError_t spread_to_32_and_moments(const Launch& l) { return spread_frames<SpreadTo32, Sums::moments>(l); }
 cudaError_t from_colours_and_moments(const Launch& l) { return first<Sums::moments>(l); }
 
-cudaError_t strided_second_and_gradients(const Launch& l) { return strided<StridedSecond, Output::numbers_and_gradients>(l); }
-cudaError_t strided_third_and_gradients(const Launch& l) { return strided<StridedThird, Output::numbers_and_gradients>(l); }
-cudaError_t spread_pixels_and_gradients(const Launch& l) { return spread_frames<Sums::gradients>(l); }
+cudaError_t strided_second_and_gradients(const Launch& l) {
+  return strided<StridedSecond, Output::numbers_and_gradients>(l);
+}
+cudaError_t strided_third_and_gradients(const Launch& l) {
+  return strided<StridedThird, Output::numbers_and_gradients>(l);
+}
+cudaError_t spread_to_16_and_gradients(const Launch& l) { return spread_frames<SpreadTo16, Sums::gradients>(l); }
+cudaError_t spread_to_32_and_gradients(const Launch& l) { return spread_frames<SpreadTo32, Sums::gradients>(l); }
 cudaError_t from_colours_and_gradients(const Launch& l) { return first<Sums::gradients>(l); }
 
 cudaError_t colour_weight_gradient(const Launch& l) {
+  using Stage = PlainColourWeight;
   const int blocks = colour_weight_blocks(l.count);
-  return launch<ColourWeight>(colour_weight_kernel, blocks, l.stream, l.frames, l.weights, l.out, l.count);
+  return launch<Stage>(colour_weight_kernel<Stage>, blocks, l.stream, l.frames, l.weights, l.out, NormGradient{},
+                       l.count);
+}
+
+cudaError_t colour_weight_gradient_through_norm(const Launch& l, const NormGradient& through) {
+  using Stage = ColourWeightThroughNorm;
+  const int blocks = colour_weight_blocks(l.count);
+  return launch<Stage>(colour_weight_kernel<Stage>, blocks, l.stream, l.frames, l.weights, l.out, through, l.count);
 }
 
 cudaError_t second_weight_gradient(const Launch& l) {

@@ -20,7 +20,8 @@ struct Launch {
 int multiprocessors();  // of the current device
 int strided_second_blocks(int frames);  // of threads, each leaves its sums in `partial`
 int strided_third_blocks(int frames);
-int spread_blocks(int frames);
+int spread_to_16_blocks(int frames);
+int spread_to_32_blocks(int frames);
 int first_blocks(int frames);
 int colour_weight_blocks(int frames);  // of threads, each leaves its sums in `out`
 int second_weight_blocks(int frames);
@@ -29,18 +30,22 @@ cudaError_t encoder_front(const Launch& l);
 cudaError_t encoder_third(const Launch& l);
 cudaError_t strided_second(const Launch& l);
 cudaError_t strided_third(const Launch& l);
-cudaError_t spread_pixels(const Launch& l);
+cudaError_t spread_to_16(const Launch& l);
+cudaError_t spread_to_32(const Launch& l);
 cudaError_t to_colours(const Launch& l);
 cudaError_t from_colours(const Launch& l);
 cudaError_t strided_second_and_moments(const Launch& l);
 cudaError_t strided_third_and_moments(const Launch& l);
-cudaError_t spread_pixels_and_moments(const Launch& l);
+cudaError_t spread_to_16_and_moments(const Launch& l);
+cudaError_t spread_to_32_and_moments(const Launch& l);
 cudaError_t from_colours_and_moments(const Launch& l);
 cudaError_t strided_second_and_gradients(const Launch& l);
 cudaError_t strided_third_and_gradients(const Launch& l);
-cudaError_t spread_pixels_and_gradients(const Launch& l);
+cudaError_t spread_to_16_and_gradients(const Launch& l);
+cudaError_t spread_to_32_and_gradients(const Launch& l);
 cudaError_t from_colours_and_gradients(const Launch& l);
 cudaError_t colour_weight_gradient(const Launch& l);
+cudaError_t colour_weight_gradient_through_norm(const Launch& l, const NormGradient& through);
 cudaError_t second_weight_gradient(const Launch& l);
 
 }  // namespace drama::cuda

@@ -10,7 +10,10 @@ struct First {
   static constexpr int RESIDENT = 2;  // blocks of threads on a multiprocessor
   static constexpr int IN = 16, OUT = 64;  // numbers of a block, the last 4 that come in without meaning
   static constexpr int IMAGE_AT = Windows::WEIGHT_ROWS * WEIGHT_ROW;  // in shared memory, in bytes
-  static constexpr int NORM_AT = IMAGE_AT + Windows::IMAGE_BYTES, SHARED_BYTES = NORM_AT + 2 * 16 * 4;
+  static constexpr int SHARED_BYTES = IMAGE_AT + Windows::IMAGE_BYTES;
+  // With sums of gradients: the norm, and what a lane takes of a line of its input.
+  static constexpr int NORM_AT = SHARED_BYTES, NORMED_AT = NORM_AT + 2 * 16 * 4, PIECES = 8;
+  static constexpr int NORM_BYTES = NORMED_AT + PIECES * 16 * THREADS - SHARED_BYTES;
 
   using Channels = ChannelSums<16, 8>;
 
@@ -34,25 +37,42 @@ struct First {
     }
   }
 
-  // x (32, 64), a line
-  __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[2][8][4], const bf16* x) const {
-    const float* norm = reinterpret_cast<const float*>(shared + NORM_AT) + lane % 2 * 8;
+  // Where a piece of 8 channels lies in a line that this lane holds of a product.
+  __device__ __forceinline__ int piece(int m, int eight, int half) const {
+    return (m * 16 + eight * 8 + lane / 4) * OUT + half * 32 + lane % 4 * 8;
+  }
+  __device__ __forceinline__ int place(int m, int eight, int half) const {
+    return NORMED_AT + (((m * 2 + eight) * 2 + half) * THREADS + thread) * 16;
+  }
+
+  // x (32, 64), a line: copies of the lane's pieces set out, for itself.
+  __device__ __forceinline__ void fetch_normed(const bf16* x) const {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int eight = 0; eight < 2; ++eight) {
-        const bf16* block = x + (m * 16 + eight * 8 + lane / 4) * OUT + lane % 4 * 8;
-        uint4 v[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) v[half] = *reinterpret_cast<const uint4*>(block + half * 32);
+      for (int eight = 0; eight < 2; ++eight)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          sums.add_pair<0>(acc[m][4 * half] + 2 * eight, v[half].x, norm);
-          sums.add_pair<2>(acc[m][4 * half + 1] + 2 * eight, v[half].y, norm + 2);
-          sums.add_pair<4>(acc[m][4 * half + 2] + 2 * eight, v[half].z, norm + 4);
-          sums.add_pair<6>(acc[m][4 * half + 3] + 2 * eight, v[half].w, norm + 6);
+          copy16(shared_address(shared) + place(m, eight, half), x + piece(m, eight, half));
         }
-      }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[2][8][4]) const {
+    const float* norm = reinterpret_cast<const float*>(shared + NORM_AT) + 2 * (lane % 2 * 8);
+    wait_for_copies<0>();
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 v = *reinterpret_cast<const uint4*>(shared + place(m, eight, half));
+          sums.add_pair<0>(acc[m][4 * half] + 2 * eight, v.x, norm);
+          sums.add_pair<2>(acc[m][4 * half + 1] + 2 * eight, v.y, norm + 4);
+          sums.add_pair<4>(acc[m][4 * half + 2] + 2 * eight, v.z, norm + 8);
+          sums.add_pair<6>(acc[m][4 * half + 3] + 2 * eight, v.w, norm + 12);
+        }
   }
 
   // out (32, 32, 64). A lane holds 8 channels, half of them or the other by its parity, of two pixels.
@@ -61,15 +81,15 @@ struct First {
   __device__ void convolve(bf16* out, Channels& sums, const bf16* x) const {
 #pragma unroll 1
     for (int line = warp; line < Windows::SIDE / 2; line += WARPS) {
+      if constexpr (SUMS == Sums::gradients) fetch_normed(x + line * 32 * OUT);
       float acc[2][8][4];
       Windows::multiply(acc, shared + IMAGE_AT, line, shared_address(shared), lane);
       if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
-      if constexpr (SUMS == Sums::gradients) add_gradients(sums, acc, x + line * 32 * OUT);
+      if constexpr (SUMS == Sums::gradients) add_gradients(sums, acc);
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          bf16* block = out + (line * 32 + m * 16 + eight * 8 + lane / 4) * OUT + lane % 4 * 8;
+        for (int eight = 0; eight < 2; ++eight)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             uint32_t v[4];
@@ -78,9 +98,8 @@ struct First {
               const float* n = acc[m][4 * half + f] + 2 * eight;
               v[f] = pack(n[0], n[1]);
             }
-            store16(block + half * 32, v);
+            store16(out + line * 32 * OUT + piece(m, eight, half), v);
           }
-        }
     }
   }
 };

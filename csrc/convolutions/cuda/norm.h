@@ -9,4 +9,10 @@ struct Norm {
   float eps;
 };
 
+// And what came of it: the gradients of weight and bias.
+struct NormGradient {
+  Norm norm;
+  const float *grad_weight, *grad_bias;
+};
+
 }  // namespace drama::cuda

@@ -1,20 +1,28 @@
-// A transposed 5x5 convolution of stride 2 from 32 channels of 32x32 pixels to 16 of 64x64: each pixel of a 2x2 block takes
-// of its own 3 or 2 by 3 or 2 neighbours, 25 taps for all four.
+// A transposed 5x5 convolution of stride 2, from 32 channels of 32x32 pixels to 16 of 64x64 or from 48 of 16x16 to 32 of
+// 32x32: each pixel of a 2x2 block takes of its own 3 or 2 by 3 or 2 neighbours, 25 taps for all four.
 #pragma once
 #include "strided_product.cuh"
 
 namespace drama::cuda {
 
+// From CHANNELS of SIDE x SIDE pixels to COLUMNS; PARTS of SIDE / PARTS rows are computed at a time, by each of RESIDENT
+// blocks of threads on a multiprocessor. What a norm before took lies in blocks, too, or line by line with NORMED_LINES.
+template <int CHANNELS_, int COLUMNS_, int SIDE_, int PARTS_, int RESIDENT_, bool NORMED_LINES>
 struct Spread {
-  static constexpr int SIDE = 32, CHANNELS = 32, COLUMNS = 16, TAPS = 25, STEPS = CHANNELS / 16;  // 16 numbers a step
-  static constexpr int THREADS = 256, WARPS = THREADS / 32, PARTS = 4, ROWS = SIDE / PARTS, TILES = ROWS * 2 / WARPS;
-  static constexpr int RESIDENT = 2;  // blocks of threads on a multiprocessor
+  static constexpr int CHANNELS = CHANNELS_, COLUMNS = COLUMNS_, SIDE = SIDE_, PARTS = PARTS_, RESIDENT = RESIDENT_;
+  static constexpr int TAPS = 25, STEPS = CHANNELS / 16;  // 16 numbers a step
+  static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = SIDE / PARTS, ACROSS = SIDE / 16;
+  static constexpr int TILES = ROWS * ACROSS / WARPS, FRAGMENTS = COLUMNS / 8;  // of a pixel
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, OUT = SIDE * SIDE * 4 * COLUMNS;
   static constexpr int WEIGHT_ROWS = TAPS * STEPS * COLUMNS;
   // Shared memory, in bytes: frames with a border of one pixel.
-  static constexpr int PIXEL = 64, ROW = (SIDE + 2) * PIXEL, BUFFER = (ROWS + 2) * ROW;
-  static constexpr int BUFFERS_AT = WEIGHT_ROWS * WEIGHT_ROW, NORM_AT = BUFFERS_AT + 2 * BUFFER;
-  static constexpr int SHARED_BYTES = NORM_AT + 2 * COLUMNS * 4;
+  static constexpr int PIXEL = 2 * CHANNELS, ROW = (SIDE + 2) * PIXEL, BUFFER = (ROWS + 2) * ROW;
+  static constexpr int BUFFERS_AT = WEIGHT_ROWS * WEIGHT_ROW, SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
+  // With sums of gradients: the norm, and what a lane takes of a part of its input, PIECES of PIECE bytes.
+  static constexpr int PIECES = TILES * 2 * 4, PIECE = COLUMNS / 2, NORM_AT = SHARED_BYTES;
+  static constexpr int NORMED_AT = NORM_AT + 2 * COLUMNS * 4;
+  static constexpr int NORM_BYTES = NORMED_AT + PIECES * PIECE * THREADS - SHARED_BYTES;
+  static_assert(FRAGMENTS == 2 || FRAGMENTS == 4);
 
   using Channels = ChannelSums<COLUMNS, COLUMNS / 4>;
 
@@ -29,18 +37,18 @@ struct Spread {
   }
 
   __device__ void fetch(const bf16* frame, int part, int buffer) const {
-    constexpr int PER_ROW = SIDE * PIXEL / 16;  // chunks
+    constexpr int CHUNKS = PIXEL / 16, PER_ROW = SIDE * CHUNKS;
     const uint32_t to = shared_address(shared) + BUFFERS_AT + buffer * BUFFER;
     for (int i = thread; i < (ROWS + 2) * PER_ROW; i += THREADS) {
-      const int row = part * ROWS - 1 + i / PER_ROW, entry = i % PER_ROW / 4 + 1;
+      const int row = part * ROWS - 1 + i / PER_ROW, entry = i % PER_ROW / CHUNKS + 1;
       const bool inside = row >= 0 && row < SIDE;
-      copy16_or_clear(to + i / PER_ROW * ROW + entry * PIXEL + chunk_at<PIXEL>(i % 4, entry, 0),
+      copy16_or_clear(to + i / PER_ROW * ROW + entry * PIXEL + chunk_at<PIXEL>(i % CHUNKS, entry, 0),
                       frame + ((inside ? row : 0) * PER_ROW + i % PER_ROW) * 8, inside);
     }
   }
 
-  // acc[m][2 p + f]: of 16 blocks' pixel p, 8 columns.
-  __device__ __forceinline__ void multiply(float (&acc)[TILES][8][4], int buffer) const {
+  // acc[m][FRAGMENTS p + f]: of 16 blocks' pixel p, 8 columns.
+  __device__ __forceinline__ void multiply(float (&acc)[TILES][4 * FRAGMENTS][4], int buffer) const {
     const uint32_t memory = shared_address(shared);
     const uint32_t weights = memory + weight_row(lane);
     uint32_t at[3][STEPS];
@@ -49,7 +57,7 @@ struct Spread {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int entry = lane % 16 + right;
-        at[right][step] = memory + BUFFERS_AT + buffer * BUFFER + warp * (TILES / 2) * ROW + entry * PIXEL +
+        at[right][step] = memory + BUFFERS_AT + buffer * BUFFER + warp * (TILES / ACROSS) * ROW + entry * PIXEL +
                           chunk_at<PIXEL>(2 * step + lane / 16, entry, 0);
       }
     int tap = 0;
@@ -63,17 +71,20 @@ struct Spread {
           uint32_t a[TILES][4];
 #pragma unroll
           for (int m = 0; m < TILES; ++m) {
-            load_matrices(a[m], at[right][step] + (m / 2 + down) * ROW + m % 2 * 16 * PIXEL);
+            load_matrices(a[m], at[right][step] + (m / ACROSS + down) * ROW + m % ACROSS * 16 * PIXEL);
           }
 #pragma unroll
           for (int i = 0; i < pixels; ++i) {
             const int pixel = right == 0 ? 2 * i : i;
-            uint32_t b[4];
-            load_matrices(b, weights + ((tap + i) * STEPS + step) * COLUMNS * WEIGHT_ROW);
 #pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-              multiply_add(acc[m][2 * pixel], a[m], b[0], b[1]);
-              multiply_add(acc[m][2 * pixel + 1], a[m], b[2], b[3]);
+            for (int f = 0; f < FRAGMENTS; f += 2) {
+              uint32_t b[4];
+              load_matrices(b, weights + (((tap + i) * STEPS + step) * COLUMNS + f * 8) * WEIGHT_ROW);
+#pragma unroll
+              for (int m = 0; m < TILES; ++m) {
+                multiply_add(acc[m][FRAGMENTS * pixel + f], a[m], b[0], b[1]);
+                multiply_add(acc[m][FRAGMENTS * pixel + f + 1], a[m], b[2], b[3]);
+              }
             }
           }
         }
@@ -81,74 +92,120 @@ struct Spread {
       }
   }
 
-  // x (32, 32, 4, 16)
-  __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[TILES][8][4], const bf16* x,
-                                                const float* norm, int first_row) const {
-#pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight) {
-        const int row = first_row + m / 2, column = m % 2 * 16 + eight * 8 + lane / 4;
-        const bf16* block = x + (row * SIDE + column) * 4 * COLUMNS + lane % 4 * 4;
-        uint2 v[4];
-#pragma unroll
-        for (int pixel = 0; pixel < 4; ++pixel) v[pixel] = *reinterpret_cast<const uint2*>(block + pixel * COLUMNS);
-#pragma unroll
-        for (int pixel = 0; pixel < 4; ++pixel) {
-          sums.add_pair<0>(acc[m][2 * pixel] + 2 * eight, v[pixel].x, norm + lane % 4 * 4);
-          sums.add_pair<2>(acc[m][2 * pixel + 1] + 2 * eight, v[pixel].y, norm + lane % 4 * 4 + 2);
-        }
-      }
+  // Where a lane's columns of a pixel lie: of block (row, column), line by line or in blocks.
+  template <bool LINES>
+  __device__ __forceinline__ int place(int row, int column, int pixel) const {
+    const int in_line = (2 * row + pixel / 2) * 2 * SIDE + 2 * column + pixel % 2;
+    return (LINES ? in_line : (row * SIDE + column) * 4 + pixel) * COLUMNS + lane % 4 * (COLUMNS / 4);
   }
 
-  // out (32, 32, 4, 16)
-  __device__ __forceinline__ void write(bf16* out, const float (&acc)[TILES][8][4], int first_row) const {
+  __device__ __forceinline__ int piece_at(int m, int eight, int pixel) const {
+    return NORMED_AT + (((m * 2 + eight) * 4 + pixel) * THREADS + thread) * PIECE;
+  }
+
+  // x: a frame; copies of the lane's pieces set out, for itself.
+  __device__ __forceinline__ void fetch_normed(const bf16* x, int first_row) const {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight)
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) {
+          const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
+          const bf16* from = x + place<NORMED_LINES>(row, column, pixel);
+          const uint32_t to = shared_address(shared) + piece_at(m, eight, pixel);
+          if constexpr (FRAGMENTS == 2) {
+            copy8(to, from);
+          } else {
+            copy16(to, from);
+          }
+        }
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[TILES][4 * FRAGMENTS][4]) const {
+    const float* norm = reinterpret_cast<const float*>(shared + NORM_AT) + 2 * (lane % 4 * (COLUMNS / 4));
+    wait_for_copies<0>();
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight)
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) {
+          const char* from = shared + piece_at(m, eight, pixel);
+          const auto* of_pixel = acc[m] + FRAGMENTS * pixel;
+          const uint2 v = *reinterpret_cast<const uint2*>(from);
+          sums.template add_pair<0>(of_pixel[0] + 2 * eight, v.x, norm);
+          sums.template add_pair<2>(of_pixel[1] + 2 * eight, v.y, norm + 4);
+          if constexpr (FRAGMENTS == 4) {
+            const uint2 w = *reinterpret_cast<const uint2*>(from + 8);
+            sums.template add_pair<4>(of_pixel[2] + 2 * eight, w.x, norm + 8);
+            sums.template add_pair<6>(of_pixel[3] + 2 * eight, w.y, norm + 12);
+          }
+        }
+  }
+
+  // out (SIDE, SIDE, 4, COLUMNS)
+  __device__ __forceinline__ void write(bf16* out, const float (&acc)[TILES][4 * FRAGMENTS][4], int first_row) const {
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
-        const int row = first_row + m / 2, column = m % 2 * 16 + eight * 8 + lane / 4;
-        bf16* block = out + (row * SIDE + column) * 4 * COLUMNS + lane % 4 * 4;
+        const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
 #pragma unroll
         for (int pixel = 0; pixel < 4; ++pixel) {
-          const float* low = acc[m][2 * pixel] + 2 * eight;
-          const float* high = acc[m][2 * pixel + 1] + 2 * eight;
-          *reinterpret_cast<uint2*>(block + pixel * COLUMNS) = make_uint2(pack(low[0], low[1]), pack(high[0], high[1]));
+          uint32_t v[FRAGMENTS];
+#pragma unroll
+          for (int f = 0; f < FRAGMENTS; ++f) {
+            const float* n = acc[m][FRAGMENTS * pixel + f] + 2 * eight;
+            v[f] = pack(n[0], n[1]);
+          }
+          bf16* to = out + place<false>(row, column, pixel);
+          if constexpr (FRAGMENTS == 2) {
+            *reinterpret_cast<uint2*>(to) = make_uint2(v[0], v[1]);
+          } else {
+            store16(to, v);
+          }
         }
       }
   }
 };
 
-// frames (count, 32, 32, 32); weights: rows of 16 numbers; out (count, 32, 32, 4, 16), norm.x likewise; partial (blocks, 2,
-// 16): sums, see channel_sums.cuh.
-template <Sums SUMS>
+// frames (count, SIDE, SIDE, CHANNELS); weights: rows of 16 numbers; out (count, SIDE, SIDE, 4, COLUMNS); partial (blocks, 2,
+// COLUMNS): sums, see channel_sums.cuh.
+template <typename Stage, Sums SUMS>
 __device__ void spread(char* shared, int thread, int block, int blocks, const bf16* frames, const uint4* weights,
                        bf16* out, float* partial, const Norm& norm, int count) {
-  const Spread stage(shared, thread);
+  const Stage stage(shared, thread);
   const auto fetch = [&](int task, int buffer) {
-    stage.fetch(frames + static_cast<int64_t>(task / Spread::PARTS) * Spread::FRAME, task % Spread::PARTS, buffer);
+    stage.fetch(frames + static_cast<int64_t>(task / Stage::PARTS) * Stage::FRAME, task % Stage::PARTS, buffer);
   };
   stage.begin(weights);
-  float* scales = reinterpret_cast<float*>(shared + Spread::NORM_AT);
-  if constexpr (SUMS == Sums::gradients) store_norm(scales, norm, Spread::COLUMNS, thread);
+  if constexpr (SUMS == Sums::gradients) {
+    store_norm(reinterpret_cast<float*>(shared + Stage::NORM_AT), norm, Stage::COLUMNS, thread);
+  }
   __syncthreads();
-  Spread::Channels sums;
-  const int tasks = count * Spread::PARTS;
+  typename Stage::Channels sums;
+  const int tasks = count * Stage::PARTS;
   fetch(block, 0);
   commit_copies();
   walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
-    float acc[Spread::TILES][8][4];
+    const int64_t frame = static_cast<int64_t>(task / Stage::PARTS) * Stage::OUT;
+    const int row = task % Stage::PARTS * Stage::ROWS + stage.warp * (Stage::TILES / Stage::ACROSS);
+    if constexpr (SUMS == Sums::gradients) stage.fetch_normed(static_cast<const bf16*>(norm.x) + frame, row);
+    float acc[Stage::TILES][4 * Stage::FRAGMENTS][4];
     set_zero(acc);
     stage.multiply(acc, buffer);
-    const int64_t frame = static_cast<int64_t>(task / Spread::PARTS) * Spread::OUT;
-    const int row = task % Spread::PARTS * Spread::ROWS + stage.warp * (Spread::TILES / 2);
     if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
-    if constexpr (SUMS == Sums::gradients) stage.add_gradients(sums, acc, static_cast<const bf16*>(norm.x) + frame, scales, row);
+    if constexpr (SUMS == Sums::gradients) stage.add_gradients(sums, acc);
     stage.write(out + frame, acc, row);
   });
   if constexpr (SUMS != Sums::none) {
-    sums.template finish<Spread::THREADS>(shared, thread, partial + block * 2 * Spread::COLUMNS);
+    sums.template finish<Stage::THREADS>(shared, thread, partial + block * 2 * Stage::COLUMNS);
   }
 }
+
+using SpreadTo16 = Spread<32, 16, 32, 4, 2, false>;
+using SpreadTo32 = Spread<48, 32, 16, 1, 1, true>;
 
 }  // namespace drama::cuda

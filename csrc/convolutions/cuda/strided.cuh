@@ -19,7 +19,8 @@ struct Strided {
   static constexpr int PLANE = (OUT_SIDE + 1) * PIXEL, ROW = 2 * PLANE, ROWS = 2 * OUT_ROWS + KERNEL - 2;
   static constexpr int SHIFTS_AT = WEIGHT_ROWS * WEIGHT_ROW, BUFFERS_AT = SHIFTS_AT + COLUMNS * 4;
   static constexpr int BUFFER = ROW * ROWS + 2 * PIXEL;
-  static constexpr int NORM_AT = BUFFERS_AT + 2 * BUFFER, SHARED_BYTES = NORM_AT + 2 * COLUMNS * 4;
+  static constexpr int SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
+  static constexpr int NORM_AT = SHARED_BYTES, NORM_BYTES = 2 * COLUMNS * 4;  // with sums of gradients
   static_assert(SIDE * PIXEL / 8 == THREADS);  // chunks of a row of blocks
 
   char* shared;
@@ -96,7 +97,8 @@ __device__ void convolve_frames(char* shared, int thread, int block, int blocks,
     } else {
       if constexpr (OUTPUT == Output::numbers_and_moments) sums.add_tiles(acc);
       if constexpr (OUTPUT == Output::numbers_and_gradients) {
-        add_gradients<Stage::OUT_SIDE>(sums, acc, static_cast<const bf16*>(norm.x) + (frame - out), scales, row, stage.lane);
+        const bf16* normed = static_cast<const bf16*>(norm.x) + (frame - out);
+        add_gradients<Stage::OUT_SIDE>(sums, acc, normed, scales, row, stage.lane);
       }
       write_pixels<Stage::OUT_SIDE>(frame, acc, row, stage.lane);
     }

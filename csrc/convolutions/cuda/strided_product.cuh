@@ -15,6 +15,7 @@ constexpr int WEIGHT_ROW = 32;  // bytes
 // Where a chunk of a pixel lies in it. entry: the pixel's place in its half of a row, the border included.
 template <int PIXEL>
 __device__ __forceinline__ int chunk_at(int chunk, int entry, int row) {
+  if constexpr (PIXEL == 96) return (chunk ^ (entry / 4 % 2)) * 16;  // of rows of even number alone
   return (chunk ^ (entry * PIXEL / 128 % (PIXEL / 16)) ^ (row % 2)) * 16;
 }
 
@@ -136,15 +137,15 @@ __device__ __forceinline__ void add_gradients(ChannelSums& sums, const float (&a
     }
 #pragma unroll
     for (int eight = 0; eight < 2; ++eight) {
-      const float* eights = norm + quad * 8;
+      const float* eights = norm + 2 * (quad * 8);
       sums.template add_pair<0>(acc[m][0] + 2 * eight, v[eight].x, eights);
-      sums.template add_pair<2>(acc[m][1] + 2 * eight, v[eight].y, eights + 2);
-      sums.template add_pair<4>(acc[m][2] + 2 * eight, v[eight].z, eights + 4);
-      sums.template add_pair<6>(acc[m][3] + 2 * eight, v[eight].w, eights + 6);
+      sums.template add_pair<2>(acc[m][1] + 2 * eight, v[eight].y, eights + 4);
+      sums.template add_pair<4>(acc[m][2] + 2 * eight, v[eight].z, eights + 8);
+      sums.template add_pair<6>(acc[m][3] + 2 * eight, v[eight].w, eights + 12);
       if constexpr (FRAGMENTS % 4 == 2) {
-        const float* fours = norm + WHOLE + quad * 4;
+        const float* fours = norm + 2 * (WHOLE + quad * 4);
         sums.template add_pair<8>(acc[m][4] + 2 * eight, w[eight].x, fours);
-        sums.template add_pair<10>(acc[m][5] + 2 * eight, w[eight].y, fours + 2);
+        sums.template add_pair<10>(acc[m][5] + 2 * eight, w[eight].y, fours + 4);
       }
     }
   }
