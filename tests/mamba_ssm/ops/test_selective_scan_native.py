@@ -509,13 +509,16 @@ def test_drama_shape(cuda, dtype):
     check(inputs, dtype, delta_softplus=True)
 
 
+ROWS_OF_WHOLE_VECTORS = [(5, 8, None), (8, 40, 2), (16, 72, 2), (13, 264, 2), (16, 256, None)]  # N, L, G
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [3, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("state", "length", "groups"), [(5, 8, None), (8, 40, 2), (16, 72, 2), (13, 264, 2), (16, 256, None)])
+@pytest.mark.parametrize(("state", "length", "groups"), ROWS_OF_WHOLE_VECTORS)
 def test_rows_of_whole_vectors(cuda, batch, dtype, state, length, groups):
-    """Rows of a multiple of 16 bytes have kernels of their own, which fetch a tile ahead; large batches have theirs, and
-    so have long rows."""
+    """Rows of a multiple of 16 bytes have kernels of their own, which fetch a tile ahead; large batches and long rows
+    have theirs."""
     inputs = selective_scan_inputs(batch, 70, length, state, groups, optional=OPTIONAL, dtype=dtype, device=cuda)
     check(inputs, dtype, **SCAN)
 
