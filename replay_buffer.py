@@ -13,6 +13,9 @@ ring. A start is the flat index env * T + slot. Everything that sampling needs (
 device and every shape is fixed, so a sampler neither waits for the device nor depends on how full the rings are, and
 can be captured in a CUDA graph.
 
+For the same reason a row's place can be given (`open_row`) and drawn before it is known what the row holds (`append`):
+an update whose sequences do not reach it (`reads_open_row`) need not wait for it.
+
 What an episode's last action led to is no row: nothing was done there. These final observations are kept beside the
 rings, in host memory, one for each ended episode whose last row is still held. No sampler reads them; `final_obs` finds
 those of a batch. A row that has one and termination 0 was cut off, by a time limit or a fault.
@@ -427,6 +430,9 @@ class ReplayBuffer:
         law = (self._inverse_tau, self._alpha, self._beta, self._inverse_imagination_tau, scale, 2.0**bits)
         self._law = torch.tensor(law, dtype=torch.float64, device=self.device)
         self._slots = torch.arange(self.ring_length, device=self.device)
+        self._starts = torch.zeros(batch_size, dtype=torch.int64, device=self.device)    # of the sequences drawn last
+        self._reads_newest = torch.zeros((), dtype=torch.bool, pin_memory=self.device.type == "cuda")    # do they
+        self._row_is_open = False                                  # the newest row has its place, and nothing in it yet
         self._ones = torch.ones(max(batch_size, imagine_batch_size), dtype=torch.int32, device=self.device)
         self._chunks: list[_Chunk] = []
         self._finals: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()    # (ring, row's number) -> (H, W, C)
@@ -436,6 +442,18 @@ class ReplayBuffer:
     def __len__(self) -> int:
         """Rows held, all environments together."""
         return self.num_envs * min(self._written, self.ring_length)
+
+    @property
+    def row_is_open(self) -> bool:
+        """Whether the newest row of every environment waits for what it is to hold."""
+        return self._row_is_open
+
+    def open_row(self) -> None:
+        """Give the next row of every environment its place: it counts as held from now on, and `append` fills it."""
+        self._require_complete("open_row")
+        self._set_written(self._written + 1)
+        self._counters[:, :, self._newest_slot()].zero_()
+        self._row_is_open = True
 
     def append(
         self,
@@ -447,7 +465,8 @@ class ReplayBuffer:
         final_obs: Mapping[int, np.ndarray] | None = None,
         abandoned_obs: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        """Write the next row of every environment: arrays or tensors of E rows, obs (E, H, W, C) uint8.
+        """Write the next row of every environment: arrays or tensors of E rows, obs (E, H, W, C) uint8. It is the row
+        that is open, if one is.
 
         Host arrays are checked in full and may be reused at once. A tensor on a GPU must have the stored dtype; its
         values are not looked at, since that would wait for the device.
@@ -457,15 +476,18 @@ class ReplayBuffer:
         """
         values = dict(zip(self._fields, (obs, action, reward, termination, is_first), strict=True))
         rows = {name: self._check_row(name, value) for name, value in values.items()}
-        finals = self._check_finals("abandoned_obs", abandoned_obs, self._written - 1)
-        finals |= self._check_finals("final_obs", final_obs, self._written)
-        slot = self._written % self.ring_length
+        number = self._written - 1 if self._row_is_open else self._written
+        finals = self._check_finals("abandoned_obs", abandoned_obs, number - 1)
+        finals |= self._check_finals("final_obs", final_obs, number)
+        if not self._row_is_open:
+            self.open_row()
+        slot = self._newest_slot()
         for name, row in rows.items():
             self._data[name][:, slot].copy_(row, non_blocking=True)
-        self._counters[:, :, slot].zero_()
         self._finals |= finals
         self._finals_written += len(finals)
-        self._set_written(self._written + 1)
+        self._drop_overwritten_finals()
+        self._row_is_open = False
 
     def can_sample(self, rows: int) -> bool:
         """Whether at least `rows` rows are held and both samplers have enough starts among them (known on the host)."""
@@ -477,20 +499,42 @@ class ReplayBuffer:
 
     def sample_sequences(self) -> Batch:
         """`batch_size` sequences of `batch_length` rows with distinct starts, for the world model; counts them in v."""
-        self._require_starts("sample_sequences", self.batch_length, self.batch_size)
+        self._require_complete("sample_sequences")
+        self.draw_sequences()
+        return self.drawn_sequences()
+
+    def draw_sequences(self) -> None:
+        """The first half of `sample_sequences`: which rows open its sequences. None of them is read yet."""
+        self._require_starts("draw_sequences", self.batch_length, self.batch_size)
         v, _ = self._counters.flatten(1)
         length, count = self.batch_length, self.batch_size
         if self.uses_kernels:
-            uniform = self._uniform(len(v))
             counts = (v, self._written_on_device, self._law[:1])
-            return self._gather(draw_distinct(*counts, uniform, self.ring_length, length, count), length)
-        logits = world_model_logits(v, self._inverse_tau)
-        starts = draw_without_replacement(logits, self._valid_starts(length), count)
-        v.index_add_(0, starts, self._ones[:count])
-        return self._gather(starts, length)
+            starts = draw_distinct(*counts, self._uniform(len(v)), self.ring_length, length, count)
+        else:
+            logits = world_model_logits(v, self._inverse_tau)
+            starts = draw_without_replacement(logits, self._valid_starts(length), count)
+            v.index_add_(0, starts, self._ones[:count])
+        self._starts.copy_(starts)
+        reaches_newest = (self._written_on_device - starts % self.ring_length - length) % self.ring_length == 0
+        self._reads_newest.copy_(reaches_newest.any(), non_blocking=True)
+
+    def reads_open_row(self) -> bool:
+        """Whether a row is open and the sequences drawn last reach it. Then, on a GPU, this waits for the draw."""
+        if not self._row_is_open:
+            return False
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return bool(self._reads_newest)
+
+    def drawn_sequences(self) -> Batch:
+        """The second half of `sample_sequences`: the rows of the sequences that were drawn last, none of which may be
+        open (`reads_open_row`)."""
+        return self._gather(self._starts, self.batch_length)
 
     def sample_contexts(self) -> Batch:
         """`imagine_batch_size` independent contexts of `context_length` rows, to imagine from; counts them in b."""
+        self._require_complete("sample_contexts")
         self._require_starts("sample_contexts", self.context_length, 1)
         v, b = self._counters.flatten(1)
         length, count = self.context_length, self.imagine_batch_size
@@ -554,6 +598,7 @@ class ReplayBuffer:
         Files that older manifests name stay as they are, see `prune`. If writing fails, OSError is raised and the
         folder still serves every manifest returned before.
         """
+        self._require_complete("save")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         chunks, finals = self._save_rows(folder), self._save_finals(folder)
@@ -581,6 +626,7 @@ class ReplayBuffer:
         """
         folder = Path(folder)
         self._set_written(0)
+        self._row_is_open = False
         self._chunks, self._final_chunks = [], []
         self._finals, self._finals_written = OrderedDict(), 0
         saved = _parse_manifest(manifest)
@@ -611,6 +657,16 @@ class ReplayBuffer:
     def _set_written(self, written: int) -> None:
         self._written = written
         self._written_on_device.fill_(written)
+        self._drop_overwritten_finals()
+
+    def _newest_slot(self) -> int:
+        return (self._written - 1) % self.ring_length
+
+    def _require_complete(self, method: str) -> None:
+        if self._row_is_open:
+            raise RuntimeError(f"{method}: a row is open, whose contents are not known yet; append them first")
+
+    def _drop_overwritten_finals(self) -> None:
         while self._finals and next(iter(self._finals))[1] < self._oldest():
             self._finals.popitem(last=False)
 

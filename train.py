@@ -118,7 +118,7 @@ def train(run: Run, profile_steps: int | None = None) -> None:
         actor = build_actor(config, world_model, agent, fuse=config.BasicSettings.Compile)
         collector = Collector(env, actor)
         watch = DivergenceWatch(run, world_model, agent, replay, spaces_of(env))
-        update_world_model, update_agent = training_steps(config, world_model, agent, replay, watch)
+        draw_sequences, update_world_model, update_agent = training_steps(config, world_model, agent, replay, watch)
         step = restore(run, world_model, agent, replay, collector)
         training, schedule = config.JointTrainAgent, Schedule(config)
         finished = step >= schedule.total_steps
@@ -127,9 +127,14 @@ def train(run: Run, profile_steps: int | None = None) -> None:
             step += env.num_envs
             collector.send(explore=not replay.can_sample(training.WorldModelWarmUp))
             if not training.OverlapEnvironment:
-                replay.append(*collector.receive())
+                replay.open_row()  # its place is enough to draw sequences; those that reach it wait for the row
             for _ in range(schedule.world_model_updates(step, replay)):
+                draw_sequences()
+                if replay.reads_open_row():
+                    replay.append(*collector.receive())
                 run.accumulate(update_world_model())
+            if replay.row_is_open:
+                replay.append(*collector.receive())
             for _ in range(schedule.agent_updates(step, replay)):
                 run.accumulate(update_agent())
             if training.OverlapEnvironment:
@@ -161,8 +166,8 @@ def train(run: Run, profile_steps: int | None = None) -> None:
 def make_env_vector(config: Config, start_step: int) -> VectorEnv:
     """The training environments. Where their state cannot be restored, a resumed run goes on with fresh episodes.
 
-    A lone environment that is to overlap with training needs no worker where training is captured: this process only
-    launches it, and is free while the GPU works; to take a worker's answer would cost it 0.3 to 1 ms.
+    A lone environment needs no worker to step beside training that is captured: this process only launches it, and is
+    free while the GPU works; to take a worker's answer would cost it 0.3 to 1 ms.
     """
     basic, training = config.BasicSettings, config.JointTrainAgent
     captured = basic.Use_cg and resolve_device(basic.Device).type == "cuda"
@@ -205,8 +210,9 @@ def training_steps(
     agent: ActorCriticAgent,
     replay: ReplayBuffer,
     watch: DivergenceWatch | None = None,
-) -> tuple[CapturedStep, CapturedStep]:
-    """The two updates, each with its replay sampling; on a GPU each is one CUDA graph. `watch` None: none looks on."""
+) -> tuple[CapturedStep, CapturedStep, CapturedStep]:
+    """The draw of sequences, the update of the world model from them, and that of the agent with its own sampling; on a
+    GPU each is one CUDA graph. `watch` None: none looks on."""
     horizon, graphs = config.JointTrainAgent.ImagineBatchLength, config.BasicSettings.Use_cg
 
     def watched(part: str, batch: Batch, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -223,7 +229,9 @@ def training_steps(
             return CapturedStep(lambda: learn(sample()), world_model.device, graphs)
         return CapturedStep(lambda batch: learn(Batch(*batch)), world_model.device, graphs, inputs=sample)
 
-    return captured(learn_world_model, replay.sample_sequences), captured(learn_behaviour, replay.sample_contexts)
+    draw_sequences = CapturedStep(replay.draw_sequences, replay.device, graphs)
+    update_world_model = captured(learn_world_model, replay.drawn_sequences)
+    return draw_sequences, update_world_model, captured(learn_behaviour, replay.sample_contexts)
 
 
 def spaces_of(env: VectorEnv) -> dict:

@@ -4,7 +4,8 @@
 
 Each run is a process of its own with its own models, replay and environment, and does what a step of train.py does: an
 environment step, a world-model update, an imagination with its agent update. All processes are started and warmed up
-first; then 1, 2, 4, ... of them work at the same time while the others wait. With `--mps on` the processes share the
+first, compiled with one another's help, for they share inductor's cache; then 1, 2, 4, ... of them work at the same
+time while the others wait. With `--mps on` the processes share the
 GPU through NVIDIA's Multi-Process Service, whose daemon is started for this benchmark and ended after it. JSON goes to
 benchmarks/results/.
 """
@@ -46,14 +47,21 @@ def work(config: Config) -> None:
     seed_everything(config.BasicSettings.Seed, config.BasicSettings.Deterministic, device)
     with make_env_vector(config, start_step=0) as env:
         world_model, agent, replay = build(config, env, device)
-        collector = Collector(env, build_actor(config, world_model, agent))
-        updates = training_steps(config, world_model, agent, replay)
+        collector = Collector(env, build_actor(config, world_model, agent, fuse=config.BasicSettings.Compile))
+        draw_sequences, update_world_model, update_agent = training_steps(config, world_model, agent, replay)
 
         def step(explore: bool) -> None:
             collector.send(explore)
-            replay.append(*collector.receive())
-            for update in () if explore else updates:
-                update()
+            replay.open_row()
+            if not explore:
+                draw_sequences()
+                if replay.reads_open_row():
+                    replay.append(*collector.receive())
+                update_world_model()
+            if replay.row_is_open:
+                replay.append(*collector.receive())
+            if not explore:
+                update_agent()
 
         training = config.JointTrainAgent
         while not replay.can_sample(max(training.WorldModelWarmUp, training.BehaviourWarmUp)):

@@ -149,7 +149,7 @@ def measure_loop(config: Config, steps: int) -> dict[str, dict[str, float]]:
                 train(run)
             at, speeds = read_metrics(run.folder)["time/steps_per_second"]
         samples = [1e3 / speed for step, speed in zip(at, speeds, strict=True) if step >= warm + LOOP_INTERVAL]
-        result["overlapped" if overlap == "true" else "in_turn"] = {
+        result["overlapped" if overlap == "true" else "default"] = {
             "median_ms": statistics.median(samples),
             "min_ms": min(samples),
             "max_ms": max(samples),
@@ -174,7 +174,7 @@ def main() -> None:
     report = {"device": name, "torch": torch.__version__, "python": platform.python_version(), "results": []}
     print(f"{name}, torch {torch.__version__}; median ms of {options.steps}")
     parts = ("world_model_update", "imagination", "agent_update", "acting", "environment_and_replay")
-    header = ("in_turn", "overlapped") if options.loop else (*parts, "sum")
+    header = ("default", "overlapped") if options.loop else (*parts, "sum")
     print(f"{'variant':<18}{'mode':<15}" + "".join(f"{column:>24}" for column in header))
     for backbone, policy in variants:
         for mode in modes:

@@ -28,6 +28,7 @@ from replay_buffer import (
 )
 from sub_models.cuda_graph import WARMUP_CALLS, CapturedStep
 from tests.tools.test_checkpoints import mutated
+from utils import get_rng_state, set_rng_state
 
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -91,13 +92,18 @@ def tagged_frame(tag: int, obs_shape=OBS_SHAPE) -> np.ndarray:
     return tagged_row(tag + 500, 1, obs_shape)["obs"][0]
 
 
+def row_with_ends(n: int, num_envs: int) -> dict:
+    """A tagged row and the final observations that are due; every other one becomes known one row late."""
+    tags = {env: 1000 * n + env for env in range(num_envs)}
+    final = {env: tagged_frame(tag) for env, tag in tags.items() if ends_episode(tag) and n % 2}
+    late = {env: tagged_frame(tag - 1000) for env, tag in tags.items() if ends_episode(tag - 1000) and n % 2 and n}
+    return {**tagged_row(1000 * n, num_envs), "final_obs": final, "abandoned_obs": late}
+
+
 def fill_with_ends(replay: ReplayBuffer, rows: int, start: int = 0) -> None:
-    """`fill`, and the final observations that are due; every other one becomes known one row late."""
+    """`fill` with the final observations that are due."""
     for n in range(start, start + rows):
-        tags = {env: 1000 * n + env for env in range(replay.num_envs)}
-        final = {env: tagged_frame(tag) for env, tag in tags.items() if ends_episode(tag) and n % 2}
-        late = {env: tagged_frame(tag - 1000) for env, tag in tags.items() if ends_episode(tag - 1000) and n % 2 and n}
-        replay.append(**tagged_row(1000 * n, replay.num_envs), final_obs=final, abandoned_obs=late)
+        replay.append(**row_with_ends(n, replay.num_envs))
 
 
 def tags_of(batch: Batch) -> torch.Tensor:
@@ -236,6 +242,57 @@ def test_can_sample_waits_for_rows_and_for_starts():
             with pytest.raises(RuntimeError, match=message):
                 replay.sample_sequences()
     replay.sample_sequences()
+
+
+@pytest.mark.parametrize(("device", "out_device"), PLACEMENTS)
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_sequences_are_drawn_before_the_newest_row_is_known(device, out_device, num_envs):
+    """Other draws than after the row was appended, or one that reads the open row unnoticed, would change the run."""
+    places = {"device": device, "out_device": out_device}
+    first, second = (make_replay(capacity=10 * num_envs, num_envs=num_envs, batch_size=2, **places) for _ in range(2))
+    fill_with_ends(first, 7)
+    fill_with_ends(second, 7)
+    reads = []
+    for number in range(7, 40):                            # several times round the ring
+        row = row_with_ends(number, num_envs)
+        random_state = get_rng_state()
+        first.append(**row)
+        expected = first.sample_sequences()
+        set_rng_state(random_state)
+        second.open_row()
+        second.draw_sequences()
+        reads.append(second.reads_open_row())
+        assert reads[-1] == bool((tags_of(expected)[:, -1] // 1000 == number).any())
+        if reads[-1]:
+            second.append(**row)
+        batch = second.drawn_sequences()
+        for field, expected_field in zip(batch, expected, strict=True):
+            assert torch.equal(field, expected_field)
+        if second.row_is_open:
+            second.append(**row)
+        assert_same_content(second, first)
+        assert not second.reads_open_row()
+    assert any(reads)
+    assert not all(reads)
+
+
+def test_an_open_row_is_not_read():
+    """Fails if what an open row does not hold yet could be taken for experience, or it could be passed over."""
+    replay = make_replay()
+    fill(replay, 9)
+    replay.open_row()
+    folder = Path("never-written")
+    calls = (replay.open_row, replay.sample_sequences, replay.sample_contexts, lambda: replay.save(folder))
+    for call, name in zip(calls, ("open_row", "sample_sequences", "sample_contexts", "save"), strict=True):
+        with pytest.raises(RuntimeError, match=f"{name}: a row is open, whose contents are not known yet"):
+            call()
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="reward"):
+        replay.append(**{**tagged_row(9000, 1), "reward": [float("nan")]})
+    assert replay.row_is_open
+    fill(replay, 1, start=9)
+    assert len(replay) == 10
+    replay.sample_contexts()
 
 
 @pytest.mark.parametrize("written", [6, 12, 17])

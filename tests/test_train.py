@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from replay_buffer import ReplayBuffer
 from sub_models.cuda_graph import CapturedStep
 from sweep import main as sweep_main
 from tools.checkpoints import read_checkpoint, read_model
@@ -220,6 +221,27 @@ def test_overlapped_environments_store_every_row(tmp_path):
     folder = run_training(tmp_path, "--JointTrainAgent.OverlapEnvironment", "true")
     checkpoint = newest_state(folder)
     assert checkpoint.step == 80 and checkpoint.replay["rows_written"] == 80
+
+
+@pytest.mark.parametrize(("backbone", "num_envs"), [("Mamba2", 1), ("Transformer", 2)])
+def test_updates_that_do_not_wait_for_the_environment_change_nothing(tmp_path, monkeypatch, backbone, num_envs):
+    """An update may begin before the newest row is known, if it does not read it: else losses depend on timing."""
+    words = ("--Models.WorldModel.Backbone", backbone, "--JointTrainAgent.NumEnvs", num_envs)
+    words += ("--JointTrainAgent.SampleMaxSteps", 240, "--JointTrainAgent.BufferMaxLength", 100)
+    words += ("--JointTrainAgent.TrainDynamicsEverySteps", 1, "--JointTrainAgent.TrainDynamicsEpoch", 2)
+    reads_open_row, waited = ReplayBuffer.reads_open_row, []
+
+    def noted(replay):
+        if replay.row_is_open:
+            waited.append(reads_open_row(replay))
+        return reads_open_row(replay)
+
+    monkeypatch.setattr(ReplayBuffer, "reads_open_row", noted)
+    beside = run_training(tmp_path, *words)
+    assert waited.count(False) > 100
+    assert waited.count(True) > 5
+    monkeypatch.setattr(ReplayBuffer, "reads_open_row", lambda replay: replay.row_is_open)  # each waits
+    assert_same_run(beside, run_training(tmp_path, *words))
 
 
 def test_weights_of_another_run_can_be_the_start(tmp_path):
