@@ -172,7 +172,8 @@ def test_evaluations_during_training_leave_tables(tmp_path):
     assert sorted(found) == ["training_000000020", "training_000000040"]
     means = read_metrics(folder)["evaluation/return_mean"][1]
     assert [found[name]["mean"] for name in sorted(found)] == means.tolist()
-    assert json.loads((folder / "origin.json").read_text()).keys() == {"command", "versions", "hardware", "commit"}
+    origin = json.loads((folder / "origin.json").read_text())
+    assert origin.keys() == {"run", "command", "versions", "hardware", "commit"}
 
 
 def test_an_exported_model_plays_as_the_run_does(run_folder, tmp_path, capsys):
