@@ -100,8 +100,8 @@ def _our_cells(seeds: Sequence[Result]) -> list[str]:
     """Steps, number of seeds, score with interval, what was averaged, human-normalised score."""
     steps = sorted({result.steps for result in seeds})
     shown_steps = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    scored = [result for result in seeds if result.score() is not None]
-    scores = [result.score() for result in scored]
+    scored = [(result, score) for result in seeds if (score := result.score()) is not None]
+    scores = [score for _, score in scored]
     if not scores:
         return [shown_steps, _how_many(seeds), "no episode ended", "0", "-"]
     means = [score.mean for score in scores]
@@ -110,7 +110,7 @@ def _our_cells(seeds: Sequence[Result]) -> list[str]:
     normalised = human_normalised_score(seeds[0].env, float(np.mean(means)))
     return [
         shown_steps,
-        _how_many(scored),
+        _how_many([result for result, _ in scored]),
         _with_interval(float(np.mean(means)), low, high),
         " / ".join(kinds),
         "-" if normalised is None else f"{normalised:.3f}",
