@@ -53,7 +53,7 @@ struct Block {
   std::function<void(int)> body;
   std::vector<char> stacks = std::vector<char>(size_t(THREADS) * STACK);
 };
-inline Block block;
+static Block block;  // not shared with another emulation that the same process has loaded
 
 inline void take_turns() { swapcontext(&block.fibers[block.current], &block.scheduler); }
 

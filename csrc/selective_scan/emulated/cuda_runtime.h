@@ -41,8 +41,8 @@ struct Block {
   std::function<void()> body;
   std::vector<char> stacks = std::vector<char>(size_t(kThreads) * kStack);
 };
-inline Block block;
-inline Index thread_index, block_index;
+static Block block;  // not shared with another emulation that the same process has loaded
+static Index thread_index, block_index;
 
 inline void take_turns() {
   const unsigned own = thread_index.x;
