@@ -258,7 +258,8 @@ class Decoder(nn.Module):
 class MLPHead(nn.Module):
     """`num_layers` of linear, RMSNorm, activation; then a linear layer.   (..., d_in) -> (..., d_out).
 
-    The norm computes a SiLU itself; an identity holds its place, so that the layers' names stay.
+    The norm computes a SiLU itself; an identity holds its place, so that the layers' names stay. On a GPU it adds the
+    bias of the layer before it, too, whose gradient then is one of the norm's sums.
     """
 
     def __init__(self, d_in: int, d_hidden: int, d_out: int, num_layers: int, act: str) -> None:
@@ -274,7 +275,13 @@ class MLPHead(nn.Module):
         self.layers = nn.Sequential(*layers, AlignedLinear(d_hidden, d_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        return self._with_biases_in_norms(x) if self.activates_in_norm and x.is_cuda else self.layers(x)
+
+    def _with_biases_in_norms(self, x: Tensor) -> Tensor:
+        *hidden, last = self.layers
+        for linear, norm in zip(hidden[::3], hidden[1::3], strict=True):
+            x = norm(F.linear(x, linear.weight), shift=linear.bias)
+        return last(x)
 
 
 class WorldModel(nn.Module):

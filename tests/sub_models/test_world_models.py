@@ -17,6 +17,7 @@ from sub_models.functions_losses import sample_one_hot, symlog
 from sub_models.world_models import (
     Decoder,
     Encoder,
+    MLPHead,
     build_world_model,
     image_norm,
     pyramid,
@@ -66,6 +67,17 @@ def test_decoder_mirrors_the_encoder(first_stride_one, norm):
     assert image.shape == (5, 3, 16, 24) and image.min() >= 0 and image.max() <= 1
     assert encoder(image).shape == (5, encoder.embed_dim)
     assert encoder.embed_dim == int(np.prod(pyramid((3, 16, 24), 4, [1, 2], first_stride_one).inner_size))
+
+
+def test_norms_add_the_biases_of_the_layers_before_them():
+    head = MLPHead(7, 6, 5, 3, "SiLU").double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    x, weight = torch.randn(4, 3, 7).double(), torch.randn(4, 3, 5).double()
+    outs = [forward(x) for forward in (head.layers, head._with_biases_in_norms)]
+    torch.testing.assert_close(*outs)
+    gradients = [torch.autograd.grad((out * weight).sum(), list(head.parameters())) for out in outs]
+    torch.testing.assert_close(*gradients)
 
 
 def test_stacks_refuse_what_they_cannot_build():

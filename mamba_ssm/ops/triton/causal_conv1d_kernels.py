@@ -20,6 +20,7 @@ from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, silu_slope
 from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_power_of_two
+from mamba_ssm.ops.triton.sum_kernels import add_programs
 
 Tensor = torch.Tensor
 
@@ -264,8 +265,10 @@ def _launch_backward(
         W=width, HAS_SEQ=seq_idx is not None, HAS_INITIAL=initial_states is not None, BLOCK_D=block_d, BLOCK_L=block_l,
         num_warps=4,
     )  # fmt: skip
-    dweight = sums.sum(dim=0).to(weight.dtype)                                             # (D, W)
-    return dx, dweight, dbias if bias is None else bias_sums.sum(dim=0).to(bias.dtype), dinitial
+    add_programs(sums.unsqueeze(0), dweight)
+    if bias is not None:
+        add_programs(bias_sums.unsqueeze(0), dbias)
+    return dx, dweight, dbias, dinitial
 
 
 def _fake_backward(dout, x, weight, bias, seq_idx, initial_states, silu):

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm, with the residual add before them.
 
-    r = dropout(x · rowscale) + dropout(x1) + residual,   out = act(norm(r) · w + b),   out1 = act(norm(r) · w1 + b1)
+    r = dropout((x + shift) · rowscale) + dropout(x1) + residual
+    out = act(norm(r) · w + b),   out1 = act(norm(r) · w1 + b1)
 
 A residual block reads x and the residual stream, and wants both the normed row and the new stream (`prenorm`).
 
@@ -38,20 +39,21 @@ def layer_norm_fn(
     zero_centered_weight: bool = False,
     is_rms_norm: bool = False,
     activation: str | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Norm of x plus residual.
 
     x, x1, residual (..., D); weight, bias, weight1, bias1 (D), weights counted from 1 with `zero_centered_weight`;
     rowscale (...), a factor for each row; dropout on x and x1 wherever dropout_p > 0; activation behind the norm: None,
-    "silu" or "swish" (the same).
+    "silu" or "swish" (the same); shift (D), the bias of the linear layer that x comes from.
     -> out in x's dtype; with weight1 also out1; with `prenorm` also the residual stream: in float32 (or float64) with
     `residual_in_fp32`, else in residual's dtype, or x's."""
-    _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale)
+    _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale, shift)
     check_choice("layer_norm", "activation", activation, ACTIVATIONS)
     run = implementation("layer_norm", x.device)
     return run(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, is_rms_norm, activation,
+        zero_centered_weight, is_rms_norm, activation, shift,
     )  # fmt: skip
 
 
@@ -70,11 +72,12 @@ def rms_norm_fn(
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
     activation: str | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`layer_norm_fn` with the mean square in place of mean and variance."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, True, activation,
+        zero_centered_weight, True, activation, shift,
     )  # fmt: skip
 
 
@@ -97,7 +100,7 @@ def layer_norm_ref(
     _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     return _layer_norm_reference(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, False, zero_centered_weight,
-        False, None, upcast,
+        False, None, None, upcast,
     )  # fmt: skip
 
 
@@ -120,17 +123,17 @@ def rms_norm_ref(
     _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale)
     return _layer_norm_reference(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, False, zero_centered_weight,
-        True, None, upcast,
+        True, None, None, upcast,
     )  # fmt: skip
 
 
 def _layer_norm_reference(
     x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-    zero_centered_weight, is_rms_norm, activation=None, upcast=True,
+    zero_centered_weight, is_rms_norm, activation=None, shift=None, upcast=True,
 ):  # fmt: skip
     with without_autocast(x):
         dtype = accumulate_dtype(x, weight, residual) if upcast else x.dtype
-        stream = x.to(dtype)
+        stream = x.to(dtype) if shift is None else x.to(dtype) + shift.to(dtype)
         stream = stream if rowscale is None else stream * rowscale.to(dtype).unsqueeze(-1)
         stream = F.dropout(stream, dropout_p) if dropout_p > 0.0 else stream
         if x1 is not None:
@@ -180,19 +183,21 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", None)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """x, residual (..., D) -> normed row like x, and with `prenorm` the new residual stream."""
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False,
+        shift: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """x, residual (..., D), shift (D), the bias of the layer before -> normed row like x, and with `prenorm` the
+        new residual stream."""
         return rms_norm_fn(
             x, self.weight, self.bias, residual, eps=self.eps, dropout_p=self.dropout_p if self.training else 0.0,
             prenorm=prenorm, residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
-            activation=self.activation,
+            activation=self.activation, shift=shift,
         )  # fmt: skip
 
 
-def _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale) -> None:
+def _check_layer_norm(x, weight, bias, residual, x1, weight1, bias1, rowscale, shift=None) -> None:
     name = "layer_norm"
-    affine = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1}
+    affine = {"weight": weight, "bias": bias, "weight1": weight1, "bias1": bias1, "shift": shift}
     rows = {"residual": residual, "x1": x1}
     check_floating(name, x=x, **affine, **rows, rowscale=rowscale)
     check_device(name, x.device, **affine, **rows, rowscale=rowscale)

@@ -1,9 +1,11 @@
-"""Kernels of all norms: LayerNorm and RMSNorm, with a residual stream, a gate, groups, a SiLU behind them.
+"""Kernels of all norms: LayerNorm and RMSNorm, with a residual stream, a gate, groups, a SiLU behind them, and the bias
+of a linear layer before them (`shift`).
 
-    s = x + residual,   u = s · silu(z) if the gate comes first, else s,   n = (u - mean) / std,   p = n · w + b,
-    out = p · silu(z) if the gate comes last, silu(p) if asked, else p
+    s = x + shift + residual,   u = s · silu(z) if the gate comes first, else s,   n = (u - mean) / std
+    p = n · w + b,   out = p · silu(z) if the gate comes last, silu(p) if asked, else p
 
-    g = dp,   dw = Σ g n,   db = Σ g,   du = (w g - n ⟨n, w g⟩ - ⟨w g⟩) / std   (⟨⟩: mean over the group, RMS: only one)
+    g = dp,   dw = Σ g n,   db = Σ g,   dshift = Σ ds
+    du = (w g - n ⟨n, w g⟩ - ⟨w g⟩) / std   (⟨⟩: mean over the group, RMS: only one)
 
 Statistics and sums are in float32. Rows are summed in a fixed order: each program sums its own, then their sums are.
 
@@ -18,11 +20,13 @@ from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, silu_slope
 from mamba_ssm.ops.triton.launch import ceil_div, define, differentiate, next_power_of_two
+from mamba_ssm.ops.triton.sum_kernels import add_programs
 
 Tensor = torch.Tensor
 
 MAX_CHANNELS = 16384                   # of a group: what the registers of one program hold
 TILE = 2048                            # elements of one block where rows are shorter, so 16 in each of 128 threads
+STAGES = 3                             # blocks of a program of the backward pass that shared memory holds
 PROGRAMS = 1056                        # of the backward pass for each group: eight for each multiprocessor of an H200
 NO_GATE, GATE_FIRST, GATE_LAST = range(3)
 
@@ -51,12 +55,26 @@ def _affine(weight_ptr, bias_ptr, column, live, FROM_ONE: tl.constexpr, HAS_BIAS
     return weight[None, :], bias[None, :]
 
 
+@triton.jit
+def _stream(
+    x_ptr, residual_ptr, shift_ptr, row, column, live, stride_x, stride_r, inside,
+    HAS_RESIDUAL: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """x + shift + residual (M, D)"""
+    x = _tile(x_ptr, row, column, stride_x, inside)
+    if HAS_SHIFT:
+        x += tl.load(shift_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        x += _tile(residual_ptr, row, column, stride_r, inside)
+    return tl.where(inside, x, 0.0) if HAS_SHIFT else x
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, z_ptr, out_ptr, stream_ptr, stats_ptr,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, z_ptr, shift_ptr, out_ptr, stream_ptr, stats_ptr,
     rows, stride_x, stride_r, stride_z, eps,
-    G: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    GATE: tl.constexpr, RMS: tl.constexpr, FROM_ONE: tl.constexpr, SILU: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    KEEP: tl.constexpr, GATE: tl.constexpr, RMS: tl.constexpr, FROM_ONE: tl.constexpr, SILU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
@@ -64,9 +82,9 @@ def _norm_forward_kernel(
     d = tl.arange(0, BLOCK_D)
     column = group * D + d
     inside = (row < rows)[:, None] & (d < D)[None, :]                                      # (M, D)
-    x = _tile(x_ptr, row, column, stride_x, inside)
-    if HAS_RESIDUAL:
-        x += _tile(residual_ptr, row, column, stride_r, inside)
+    x = _stream(
+        x_ptr, residual_ptr, shift_ptr, row, column, d < D, stride_x, stride_r, inside, HAS_RESIDUAL, HAS_SHIFT
+    )
     if KEEP:
         _put(stream_ptr, row, column, G * D, inside, x)
     if GATE != 0:
@@ -89,14 +107,14 @@ def _norm_forward_kernel(
     _put(out_ptr, row, column, G * D, inside, out)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _norm_backward_kernel(
-    dout_ptr, dstream_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, z_ptr, stats_ptr,
-    dx_ptr, dresidual_ptr, dz_ptr, dweight_ptr, dbias_ptr,
-    rows, stride_do, stride_ds, stride_x, stride_r, stride_z,
-    G: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_DSTREAM: tl.constexpr,
-    SPLIT: tl.constexpr, GATE: tl.constexpr, RMS: tl.constexpr, FROM_ONE: tl.constexpr, SILU: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    dout_ptr, dstream_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, z_ptr, shift_ptr, stats_ptr,
+    dx_ptr, dresidual_ptr, dz_ptr, sums_ptr,
+    rows, blocks, stride_do, stride_ds, stride_x, stride_r, stride_z,
+    G: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    HAS_DSTREAM: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr, RMS: tl.constexpr, FROM_ONE: tl.constexpr,
+    SILU: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -104,12 +122,14 @@ def _norm_backward_kernel(
     weight, bias = _affine(weight_ptr, bias_ptr, column, d < D, FROM_ONE, HAS_BIAS)
     dweight = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for block in range(BLOCKS):
-        row = (tl.program_id(0) * BLOCKS + block) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dshift = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    start = tl.program_id(0) * blocks
+    for block in tl.range(start, start + blocks, num_stages=STAGES):  # which fetches blocks ahead
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = (row < rows)[:, None] & (d < D)[None, :]
-        x = _tile(x_ptr, row, column, stride_x, inside)
-        if HAS_RESIDUAL:
-            x += _tile(residual_ptr, row, column, stride_r, inside)
+        x = _stream(
+            x_ptr, residual_ptr, shift_ptr, row, column, d < D, stride_x, stride_r, inside, HAS_RESIDUAL, HAS_SHIFT
+        )
         g = _tile(dout_ptr, row, column, stride_do, inside)
         normed = x
         if GATE != 0:
@@ -127,7 +147,8 @@ def _norm_backward_kernel(
         if SILU:
             g *= silu_slope(normed * weight + bias)
         dweight += g * normed
-        dbias += g
+        if HAS_BIAS:
+            dbias += g
         g *= weight
         du = g - normed * (tl.sum(g * normed, axis=1) / D)[:, None]
         if not RMS:
@@ -138,13 +159,19 @@ def _norm_backward_kernel(
             du *= silu(z)
         if HAS_DSTREAM:
             du += _tile(dstream_ptr, row, column, stride_ds, inside)
+        if HAS_SHIFT:
+            dshift += tl.where(inside, du, 0.0)
         _put(dx_ptr, row, column, G * D, inside, du)
         if SPLIT:
             _put(dresidual_ptr, row, column, G * D, inside, du)
-    cell = tl.program_id(0) * G * D + column
-    tl.store(dweight_ptr + cell, tl.sum(dweight, axis=0), mask=d < D)
+    next_sums = tl.num_programs(0).to(tl.int64) * G * D
+    sums_ptr += tl.program_id(0) * G * D + column
+    tl.store(sums_ptr, tl.sum(dweight, axis=0), mask=d < D)
     if HAS_BIAS:
-        tl.store(dbias_ptr + cell, tl.sum(dbias, axis=0), mask=d < D)
+        sums_ptr += next_sums
+        tl.store(sums_ptr, tl.sum(dbias, axis=0), mask=d < D)
+    if HAS_SHIFT:
+        tl.store(sums_ptr + next_sums, tl.sum(dshift, axis=0), mask=d < D)
 
 
 def _blocks(channels: int) -> dict[str, int]:
@@ -159,16 +186,20 @@ def _dense_rows(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
 
 
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 def _stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
 
 
 def _launch_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, eps: float, groups: int,
-    rms: bool, from_one: bool, silu: bool, gate: int, stream_dtype: torch.dtype | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, shift: Tensor | None,
+    eps: float, groups: int, rms: bool, from_one: bool, silu: bool, gate: int, stream_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, stream, stats = _fake_forward(
-        x, weight, bias, residual, z, eps, groups, rms, from_one, silu, gate, stream_dtype
+        x, weight, bias, residual, z, shift, eps, groups, rms, from_one, silu, gate, stream_dtype
     )
     rows, channels = x.shape[0], x.shape[1] // groups
     if rows == 0:
@@ -176,15 +207,16 @@ def _launch_forward(
     x, residual, z = _dense_rows(x), _dense_rows(residual), _dense_rows(z)
     blocks = _blocks(channels)
     _norm_forward_kernel[(ceil_div(rows, blocks["BLOCK_M"]), groups)](
-        x, weight.contiguous(), None if bias is None else bias.contiguous(), residual, z, out, stream, stats,
+        x, weight.contiguous(), _dense(bias), residual, z, _dense(shift), out, stream, stats,
         rows, _stride(x), _stride(residual), _stride(z), eps,
         G=groups, D=channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        KEEP=stream_dtype is not None, GATE=gate, RMS=rms, FROM_ONE=from_one, SILU=silu, **blocks,
+        HAS_SHIFT=shift is not None, KEEP=stream_dtype is not None, GATE=gate, RMS=rms, FROM_ONE=from_one, SILU=silu,
+        **blocks,
     )  # fmt: skip
     return out, stream, stats
 
 
-def _fake_forward(x, weight, bias, residual, z, eps, groups, rms, from_one, silu, gate, stream_dtype):
+def _fake_forward(x, weight, bias, residual, z, shift, eps, groups, rms, from_one, silu, gate, stream_dtype):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = x.shape if stream_dtype is not None else (0,)
     stream = torch.empty(kept, dtype=stream_dtype if stream_dtype is not None else x.dtype, device=x.device)
@@ -194,55 +226,60 @@ def _fake_forward(x, weight, bias, residual, z, eps, groups, rms, from_one, silu
 
 def _launch_backward(
     dout: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    z: Tensor | None, stats: Tensor, groups: int, rms: bool, from_one: bool, silu: bool, gate: int,
-    x_dtype: torch.dtype, residual_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dresidual, dz, dweight, dbias = _fake_backward(
-        dout, dstream, x, weight, bias, residual, z, stats, groups, rms, from_one, silu, gate, x_dtype, residual_dtype
-    )
+    z: Tensor | None, shift: Tensor | None, stats: Tensor, groups: int, rms: bool, from_one: bool, silu: bool,
+    gate: int, x_dtype: torch.dtype, residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dresidual, dz, *affine = _fake_backward(
+        dout, dstream, x, weight, bias, residual, z, shift, stats, groups, rms, from_one, silu, gate, x_dtype,
+        residual_dtype,
+    )  # fmt: skip
     rows, channels = x.shape[0], x.shape[1] // groups
     if rows == 0:
-        return dx, dresidual, dz, dweight.zero_(), dbias.zero_()
+        return dx, dresidual, dz, *(grad.zero_() for grad in affine)
     blocks = _blocks(channels)
-    of_program = next_power_of_two(ceil_div(rows, PROGRAMS * blocks["BLOCK_M"]))   # few kernels for all sizes
+    of_program = ceil_div(rows, PROGRAMS * blocks["BLOCK_M"])
     programs = ceil_div(rows, of_program * blocks["BLOCK_M"])
-    sums = torch.empty((2 if bias is not None else 1, programs, x.shape[1]), dtype=torch.float32, device=x.device)
+    wanted = [grad for grad in affine if len(grad)]
+    sums = torch.empty((len(wanted), programs, x.shape[1]), dtype=torch.float32, device=x.device)
     dout, dstream, x, residual, z = (_dense_rows(tensor) for tensor in (dout, dstream, x, residual, z))
     _norm_backward_kernel[(programs, groups)](
-        dout, dstream, x, weight.contiguous(), None if bias is None else bias.contiguous(), residual, z, stats,
-        dx, dresidual, dz, sums[0], sums[-1],
-        rows, _stride(dout), _stride(dstream), _stride(x), _stride(residual), _stride(z),
+        dout, dstream, x, weight.contiguous(), _dense(bias), residual, z, _dense(shift), stats, dx, dresidual, dz, sums,
+        rows, of_program, _stride(dout), _stride(dstream), _stride(x), _stride(residual), _stride(z),
         G=groups, D=channels, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        HAS_DSTREAM=dstream is not None, SPLIT=residual_dtype is not None, GATE=gate, RMS=rms, FROM_ONE=from_one,
-        SILU=silu, BLOCKS=of_program, **blocks,
+        HAS_SHIFT=shift is not None, HAS_DSTREAM=dstream is not None, SPLIT=residual_dtype is not None, GATE=gate,
+        RMS=rms, FROM_ONE=from_one, SILU=silu,
+        STAGES=STAGES if blocks["BLOCK_M"] * blocks["BLOCK_D"] <= TILE else 1, **blocks,
     )  # fmt: skip
-    dweight = sums[0].sum(dim=0).to(weight.dtype)
-    return dx, dresidual, dz, dweight, dbias if bias is None else sums[1].sum(dim=0).to(bias.dtype)
+    add_programs(sums, *wanted)
+    return dx, dresidual, dz, *affine
 
 
 def _fake_backward(
-    dout, dstream, x, weight, bias, residual, z, stats, groups, rms, from_one, silu, gate, x_dtype, residual_dtype
-):
+    dout, dstream, x, weight, bias, residual, z, shift, stats, groups, rms, from_one, silu, gate, x_dtype,
+    residual_dtype,
+):  # fmt: skip
     def like(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         shape = (0,) if tensor is None or dtype is None else tensor.shape
         return torch.empty(shape, dtype=torch.float32 if dtype is None else dtype, device=x.device)
 
+    def like_itself(tensor: Tensor | None) -> Tensor:
+        return like(tensor, None if tensor is None else tensor.dtype)
+
     return (
-        like(x, x_dtype), like(x, residual_dtype), like(z, None if z is None else z.dtype), like(weight, weight.dtype),
-        like(bias, None if bias is None else bias.dtype),
+        like(x, x_dtype), like(x, residual_dtype), *(like_itself(tensor) for tensor in (z, weight, bias, shift)),
     )  # fmt: skip
 
 
 run_norm = define(
-    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? z, float eps, int groups, bool rms,"
-    " bool from_one, bool silu, int gate, ScalarType? stream_dtype) -> (Tensor, Tensor, Tensor)",
+    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? z, Tensor? shift, float eps, int groups,"
+    " bool rms, bool from_one, bool silu, int gate, ScalarType? stream_dtype) -> (Tensor, Tensor, Tensor)",
     _launch_forward,
     _fake_forward,
 )
 _run_backward = define(
     "norm_backward(Tensor dout, Tensor? dstream, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? z,"
-    " Tensor stats, int groups, bool rms, bool from_one, bool silu, int gate, ScalarType x_dtype,"
-    " ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? shift, Tensor stats, int groups, bool rms, bool from_one, bool silu, int gate, ScalarType x_dtype,"
+    " ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     _fake_backward,
 )
@@ -250,31 +287,31 @@ _run_backward = define(
 
 def _setup_context(ctx, inputs, output) -> None:
     """Saved: the stream where it is kept unrounded, else what it is the sum of."""
-    x, weight, bias, residual, z, _, *ctx.options, stream_dtype = inputs
+    x, weight, bias, residual, z, shift, _, *ctx.options, stream_dtype = inputs
     _, stream, stats = output
     ctx.set_materialize_grads(False)
     ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
     ctx.keeps_stream = stream_dtype is not None
-    if stream_dtype == torch.float32:
+    if stream_dtype == torch.float32 and shift is None:
         x, residual = stream, None
-    ctx.save_for_backward(x, weight, bias, residual, z, stats)
+    ctx.save_for_backward(x, weight, bias, residual, z, shift, stats)
 
 
 def _backward(ctx, dout, dstream, dstats):
-    x, weight, bias, residual, z, stats = ctx.saved_tensors
+    x, weight, bias, residual, z, shift, stats = ctx.saved_tensors
     dout = torch.zeros(x.shape, dtype=ctx.x_dtype, device=x.device) if dout is None else dout
     split = ctx.residual_dtype if ctx.residual_dtype != ctx.x_dtype else None
-    dx, dresidual, dz, dweight, dbias = _run_backward(
-        dout, dstream if ctx.keeps_stream else None, x, weight, bias, residual, z, stats, *ctx.options, ctx.x_dtype,
-        split,
+    dx, dresidual, dz, dweight, dbias, dshift = _run_backward(
+        dout, dstream if ctx.keeps_stream else None, x, weight, bias, residual, z, shift, stats, *ctx.options,
+        ctx.x_dtype, split,
     )  # fmt: skip
     if ctx.residual_dtype is None:
         dresidual = None
     elif split is None:
         dresidual = dx
     return (
-        dx, dweight, None if bias is None else dbias, dresidual, None if z is None else dz, None,
-        *[None] * len(ctx.options), None,
+        dx, dweight, None if bias is None else dbias, dresidual, None if z is None else dz,
+        None if shift is None else dshift, None, *[None] * len(ctx.options), None,
     )  # fmt: skip
 
 
@@ -283,24 +320,24 @@ differentiate("norm", _backward, _setup_context)
 
 def layer_norm(
     x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-    zero_centered_weight, is_rms_norm, activation=None,
+    zero_centered_weight, is_rms_norm, activation=None, shift=None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`layer_norm_fn` on the triton tier."""
-    reason = _why_not(x, x.shape[-1], weight, bias, residual)
+    reason = _why_not(x, x.shape[-1], weight, bias, residual, shift)
     if reason is None and (x1 is not None or weight1 is not None or rowscale is not None or dropout_p > 0.0):
         reason = "the kernels take no x1, weight1, rowscale or dropout"
     if reason is not None:
         return reference_instead("layer_norm", x.device, reason)(
             x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-            zero_centered_weight, is_rms_norm, activation,
+            zero_centered_weight, is_rms_norm, activation, shift,
         )  # fmt: skip
     kept = None
     if prenorm:
         kept = torch.float32 if residual_in_fp32 else (x if residual is None else residual).dtype
     rows = (-1, x.shape[-1])
     out, stream, _ = run_norm(
-        x.reshape(rows), weight, bias, None if residual is None else residual.reshape(rows), None, eps, 1, is_rms_norm,
-        zero_centered_weight, activation is not None, NO_GATE, kept,
+        x.reshape(rows), weight, bias, None if residual is None else residual.reshape(rows), None, shift, eps, 1,
+        is_rms_norm, zero_centered_weight, activation is not None, NO_GATE, kept,
     )  # fmt: skip
     return (out.view(x.shape), stream.view(x.shape)) if prenorm else out.view(x.shape)
 
@@ -315,7 +352,7 @@ def gated_norm(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_nor
     gate = NO_GATE if z is None else GATE_LAST if norm_before_gate else GATE_FIRST
     rows = (-1, channels)
     out, *_ = run_norm(
-        x.reshape(rows), weight, bias, None, None if z is None else z.reshape(rows), eps, channels // group_size,
+        x.reshape(rows), weight, bias, None, None if z is None else z.reshape(rows), None, eps, channels // group_size,
         is_rms_norm, False, False, gate, None,
     )  # fmt: skip
     return out.view(x.shape)

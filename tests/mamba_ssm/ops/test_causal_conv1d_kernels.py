@@ -10,6 +10,7 @@ from mamba_ssm.testing import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, NoHostSync,
 
 kernels = pytest.importorskip("mamba_ssm.ops.triton.causal_conv1d_kernels", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("interpreted_loops")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,7 +10,9 @@ from mamba_ssm.ops.triton.layernorm_gated import _gated_norm_reference
 from mamba_ssm.testing import FORWARD_TOLERANCE, GRADIENT_TOLERANCE, NoHostSync, assert_close, compare
 
 kernels = pytest.importorskip("mamba_ssm.ops.triton.norm_kernels", exc_type=ImportError)
+sum_kernels = pytest.importorskip("mamba_ssm.ops.triton.sum_kernels", exc_type=ImportError)
 
+pytestmark = pytest.mark.usefixtures("interpreted_loops")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,12 +23,13 @@ def draw(*shape, dtype=torch.float32, seed=0):
 
 
 def layer_norm_with(function, prenorm=False, in_fp32=False, centred=False, rms=False, activation=None):
-    """`function` as one of x, weight, bias and residual."""
+    """`function` as one of x, weight, bias, residual and shift."""
 
-    def norm(x, weight, bias, residual):
+    def norm(x, weight, bias, residual, shift=None):
         return function(
-            x, weight, bias, residual, None, None, None, 1e-6, 0.0, None, prenorm, in_fp32, centred, rms, activation
-        )
+            x, weight, bias, residual, None, None, None, 1e-6, 0.0, None, prenorm, in_fp32, centred, rms, activation,
+            shift,
+        )  # fmt: skip
 
     return norm
 
@@ -68,11 +71,12 @@ def gated_norm_inputs(shape, gated=True, bias=True, dtype=torch.float32):
 @settings(max_examples=30, deadline=None)
 @given(
     shape=st.sampled_from([(3, 7), (1, 64), (2, 3, 17), (40, 12)]), residual=st.booleans(), bias=st.booleans(),
-    prenorm=st.booleans(), in_fp32=st.booleans(), centred=st.booleans(), rms=st.booleans(),
+    shifted=st.booleans(), prenorm=st.booleans(), in_fp32=st.booleans(), centred=st.booleans(), rms=st.booleans(),
     activation=st.sampled_from([None, "silu"]),
 )  # fmt: skip
-def test_layer_norm(shape, residual, bias, **options):
-    check_layer_norm(layer_norm_inputs(shape, residual, bias), **options)
+def test_layer_norm(shape, residual, bias, shifted, **options):
+    t = layer_norm_inputs(shape, residual, bias)
+    check_layer_norm(t | {"shift": draw(shape[-1], seed=3)} if shifted else t, **options)
 
 
 @settings(max_examples=20, deadline=None)
@@ -86,10 +90,11 @@ def test_gated_norm(shape, groups, gated, bias, norm_before_gate, rms):
     check_gated_norm(inputs, group_size=group_size, norm_before_gate=norm_before_gate, rms=rms)
 
 
-def test_many_rows_for_each_program(monkeypatch):
-    """Sums over rows that one program takes in several blocks, and those of several programs."""
-    monkeypatch.setattr(kernels, "PROGRAMS", 2)
-    check_layer_norm(layer_norm_inputs((83, 9)), prenorm=True)
+@pytest.mark.parametrize("where", ["kernels", "sum_kernels"])
+def test_many_rows_for_each_program(monkeypatch, where):
+    """Sums over rows that one program takes in several blocks, and those of several programs, in one or more blocks."""
+    monkeypatch.setattr(kernels if where == "kernels" else sum_kernels, "PROGRAMS", 2)
+    check_layer_norm(layer_norm_inputs((83, 9)) | {"shift": draw(9, seed=3)}, prenorm=True)
     check_gated_norm(gated_norm_inputs((83, 12)), group_size=6)
 
 
@@ -150,10 +155,10 @@ def test_unused_outputs_and_frozen_inputs():
 
 def test_registration():
     t = layer_norm_inputs((5, 12), dtype=torch.bfloat16)
-    torch.library.opcheck(kernels.run_norm, (*t.values(), None, 1e-6, 1, True, False, True, 0, torch.float32))
+    torch.library.opcheck(kernels.run_norm, (*t.values(), None, None, 1e-6, 1, True, False, True, 0, torch.float32))
     t = gated_norm_inputs((5, 12))
     options = (1e-6, 2, False, False, False, kernels.GATE_FIRST, None)
-    torch.library.opcheck(kernels.run_norm, (t["x"], t["weight"], t["bias"], None, t["z"], *options))
+    torch.library.opcheck(kernels.run_norm, (t["x"], t["weight"], t["bias"], None, t["z"], None, *options))
 
 
 def test_no_host_sync():
@@ -178,6 +183,8 @@ def test_layer_norm_on_a_gpu(dtype, shape, rms):
     for residual, prenorm, activation in ((False, False, None), (False, False, "silu"), (True, True, None)):
         t = layer_norm_inputs(shape, residual, dtype=dtype)
         check_layer_norm(t, dtype, prenorm=prenorm, in_fp32=True, rms=rms, activation=activation)
+    t = layer_norm_inputs(shape, residual=False, bias=False, dtype=dtype) | {"shift": draw(shape[-1], seed=3)}
+    check_layer_norm(t, dtype, rms=rms, activation="silu")
 
 
 @gpu
