@@ -21,7 +21,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     # The compiler says so once for each long reduction; nobody can act on it.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
-    options = {"fallback_random": True, "unsafe_marked_cacheable_functions": CACHEABLE}
+    # Combined: small kernels that do not wait for each other, such as the casts of the weights, share launches.
+    options = {"fallback_random": True, "combo_kernels": True, "unsafe_marked_cacheable_functions": CACHEABLE}
     return torch.compile(_with_code_of_its_own(function), fullgraph=True, dynamic=False, options=options)
 
 
