@@ -4,6 +4,7 @@ One step is the prior's linear layer, a kernel that draws the latent, the actor'
 the rest of the actor and draws the action, a kernel for the stem, and the blocks of the core. Weights are cast to
 autocast's type once for all steps, and features, actions and log-probabilities written where the rollout has them. The
 random numbers are those of the plain form. The kernels are Triton's (`imagination_kernels`) and run on a GPU.
+Mamba-2 keeps the rows of short sequences in place of states, which are more to read and write (`ops.triton.dual_step`).
 
 Letters as in `world_models`; U width of the actor's hidden layers, M width of the core.
 """
@@ -50,13 +51,13 @@ def draw_one_hot(logits: Tensor, ticket: Tensor, unimix_ratio: float) -> Tensor:
     return run_draw_one_hot(logits.flatten(0, -2), ticket.flatten(0, -2), unimix_ratio).view(logits.shape)
 
 
-def can_roll_out(world_model: "WorldModel", actor: ActorParts | None, deter: Tensor) -> bool:
+def can_roll_out(world_model: "WorldModel", actor: ActorParts | None) -> bool:
     """Whether `roll_out` serves this model and policy: discrete actions, a core of Mamba blocks, float32 parameters on
     a GPU."""
     return (
         NO_KERNELS is None
         and actor is not None
-        and deter.is_cuda
+        and world_model.device.type == "cuda"
         and isinstance(world_model.sequence_model, MambaWrapperModel)
         and world_model.prior_head.weight.dtype == torch.float32
         and actor.layers[0].out_features <= ACTOR_WIDTH
@@ -71,9 +72,9 @@ def roll_out(
     latent_ticket: Tensor,
     action_ticket: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d (B, D) and the core's state, which is moved on; latent_ticket (H+1, B, K), action_ticket (H, B) uniform in 0..1
-    -> feature (B, H+1, F) float32, action (B, H) int64, its log-probability (B, H) float32, and the normed feature
-    (B, H+1, F) in the type of the policy's products."""
+    """d (B, D) and the core's state or kept rows, which are moved on; latent_ticket (H+1, B, K), action_ticket (H, B)
+    uniform in 0..1 -> feature (B, H+1, F) float32, action (B, H) int64, its log-probability (B, H) float32, and the
+    normed feature (B, H+1, F) in the type of the policy's products."""
     horizon, batch_size = action_ticket.shape
     feature = torch.empty((batch_size, horizon + 1, world_model.feature_dim), device=deter.device)
     action = torch.empty((batch_size, horizon), dtype=torch.int64, device=deter.device)

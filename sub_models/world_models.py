@@ -485,9 +485,12 @@ class WorldModel(nn.Module):
         latent_ticket = self._tickets(horizon + 1, batch_size)  # all random numbers of the steps in one launch each
         action_noise = policy.noise(horizon, batch_size)
         with self.autocast():
-            deter, state = self._start(contexts, context_length + horizon)  # (B, D)
             actor = policy.actor_parts() if self.fuses_imagination else None
-            if can_roll_out(self, actor, deter):
+            by_kernels = can_roll_out(self, actor)
+            length = context_length + horizon
+            keeps_rows = by_kernels and self.sequence_model.can_keep_rows(length)
+            deter, state = self._start(contexts, length, keeps_rows)  # (B, D)
+            if by_kernels:
                 steps = roll_out(self, actor, deter, state, latent_ticket, action_noise)
             else:
                 steps = self._roll_out(policy, deter, state, latent_ticket, action_noise)
@@ -496,12 +499,14 @@ class WorldModel(nn.Module):
             reward, termination, weight = self._outcome(feature, contexts.termination[:, -1])
         return Rollout(feature, action, reward, termination, log_prob, weight, normed)
 
-    def _start(self, contexts: "Batch", max_seqlen: int) -> tuple[Tensor, Any]:
-        """d (B, D) and the core's state after the contexts' rows; they and what follows are `max_seqlen` rows."""
+    def _start(self, contexts: "Batch", max_seqlen: int, keeps_rows: bool) -> tuple[Tensor, Any]:
+        """d (B, D) and the core's state, or its kept rows, after the contexts' rows; they and what follows are
+        `max_seqlen` rows."""
         logits = self._posterior_logits(contexts.obs.movedim(-1, -3))  # (B, L, Z)
         stoch = self._stoch_at(logits, self._tickets(*logits.shape[:2]))
         action = self.encode_action(contexts.action)
-        deter, state = self.sequence_model.start(stoch, action, self.segments(contexts.is_first), max_seqlen)
+        start = self.sequence_model.start_keeping if keeps_rows else self.sequence_model.start
+        deter, state = start(stoch, action, self.segments(contexts.is_first), max_seqlen)
         return deter[:, -1], state
 
     def _roll_out(

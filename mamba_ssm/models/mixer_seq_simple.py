@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mamba_ssm.models.config_mamba import MambaConfig
-from mamba_ssm.models.recurrent_state import RecurrentState
+from mamba_ssm.models.recurrent_state import KeptSequences, RecurrentState
 from mamba_ssm.modules.aligned_linear import AlignedLinear
 from mamba_ssm.modules.block import Block, add_norm
 from mamba_ssm.modules.cache import MixerState
@@ -22,6 +22,7 @@ from mamba_ssm.modules.mamba_simple import Mamba
 from mamba_ssm.modules.mha import MHA
 from mamba_ssm.modules.mlp import GatedMLP
 from mamba_ssm.ops.checks import check_choice, check_shape
+from mamba_ssm.ops.triton.dual_step import KeptRows
 from mamba_ssm.ops.triton.layer_norm import RMSNorm
 from mamba_ssm.utils.generation import GenerationMixin, GenerationOutput, InferenceParams
 from mamba_ssm.utils.hf import load_config_hf, load_state_dict_hf, save_model_folder
@@ -124,7 +125,7 @@ class BlockStack(nn.Module):
         self,
         hidden_states: Tensor,
         inference_params: InferenceParams | None = None,
-        state: RecurrentState | None = None,
+        state: RecurrentState | KeptSequences | None = None,
         **mixer_kwargs,
     ) -> Tensor:
         """Blocks and final norm, (B, L, M) -> (B, L, M); `state` is continued and moved on in place."""
@@ -335,6 +336,23 @@ class MambaWrapperModel(BlockStack):
         layers: list[MixerState] = []
         deter = self.run_blocks(self._embed(stoch, action, seq_idx), seq_idx=seq_idx, final_states=layers)
         return deter, RecurrentState(tuple(layers))
+
+    def start_keeping(
+        self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None, max_seqlen: int
+    ) -> tuple[Tensor, KeptSequences]:
+        """`start`, where `can_keep_rows(max_seqlen)`: what is left are the rows themselves, with room for max_seqlen in
+        all, for `run_blocks` of one row at a time."""
+        layers: list[KeptRows] = []
+        deter = self.run_blocks(
+            self._embed(stoch, action, seq_idx), seq_idx=seq_idx, final_states=layers,
+            steps_to_come=max_seqlen - stoch.shape[1],
+        )  # fmt: skip
+        return deter, KeptSequences(tuple(layers))
+
+    def can_keep_rows(self, length: int) -> bool:
+        """Whether sequences of `length` rows may keep their rows instead of a state."""
+        mixers = [layer.mixer for layer in self.layers]
+        return all(isinstance(mixer, Mamba2) and mixer.can_keep_rows(length) for mixer in mixers)
 
     def _embed(self, stoch: Tensor, action: Tensor, seq_idx: Tensor | None) -> Tensor:
         check_shape("MambaWrapperModel", "stoch", stoch, "(B, L, Z)", (None, None, self.stoch_dim))

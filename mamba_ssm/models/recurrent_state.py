@@ -1,4 +1,4 @@
-"""The recurrent state of a stack of mixers: tensors of fixed size that every step moves on in place.   B batch."""
+"""What a stack of mixers keeps of sequences between passes and steps, which move it on in place.   B batch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,8 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from mamba_ssm.modules.cache import MixerState
+from mamba_ssm.ops.triton.dual_step import KeptRows
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class KeptSequences:
+    """All rows of each layer in place of a state: for few steps, one row at a time."""
+
+    layers: tuple[KeptRows, ...]
 
 
 @dataclass(frozen=True)

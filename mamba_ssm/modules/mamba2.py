@@ -27,6 +27,7 @@ from mamba_ssm.ops.causal_conv1d import (
 )
 from mamba_ssm.ops.checks import check_shape
 from mamba_ssm.ops.numerics import accumulate_dtype, packed_seq_idx
+from mamba_ssm.ops.triton.dual_step import KeptRows, keep_rows, mamba2_dual_step
 from mamba_ssm.ops.triton.layernorm_gated import RMSNorm
 from mamba_ssm.ops.triton.recurrent_step import mamba2_step
 from mamba_ssm.ops.triton.ssd_combined import NO_LIMIT, mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
@@ -35,6 +36,7 @@ from mamba_ssm.utils.generation import InferenceParams
 Tensor = torch.Tensor
 
 NORM_EPS = 1e-5
+ROWS_OF_A_STATE = 4                    # times d_state: rows in bfloat16 of as many bytes as a step of the state moves
 
 
 class Mamba2(RecurrentMixer):
@@ -131,8 +133,9 @@ class Mamba2(RecurrentMixer):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inference_params: InferenceParams | None = None,
-        state: MixerState | None = None,
-        final_states: list[MixerState] | None = None,
+        state: MixerState | KeptRows | None = None,
+        final_states: list[MixerState | KeptRows] | None = None,
+        steps_to_come: int | None = None,
     ) -> Tensor:
         """u (B, L, M), or with seqlen = L (B·L, M), of which each rank holds its B·L/W rows if it is sequence-parallel;
         seq_idx (B, L) integers, rows of different index don't see each other; cu_seqlens (S+1) integers: starts and end
@@ -142,10 +145,12 @@ class Mamba2(RecurrentMixer):
         first row's seq_idx, and is left, in place and without gradient, as it is after the last row; with cu_seqlens
         the S sequences start, and their S final states are left. inference_params: the same with the state kept there.
         final_states, without state, cu_seqlens and inference_params: the state after the last row is appended to it,
-        which saves filling and copying one.
+        which saves filling and copying one; with steps_to_come the rows themselves are, as a `state` for at most so
+        many single rows that follow (see `ops.triton.dual_step`; `can_keep_rows` says where).
         -> like u"""
         flat = seqlen is not None
         check_final_states("Mamba2", final_states, state, cu_seqlens, inference_params)
+        self._check_steps_to_come(steps_to_come, final_states)
         check_shape("Mamba2", "u", u, "(B, L, M), (B·L, M) with seqlen", (None,) * (2 - flat) + (self.d_model,))
         zxbcdt = self.in_proj(u)
         zxbcdt = zxbcdt.unflatten(0, (-1, seqlen)) if flat else zxbcdt                    # (B, L, sum of the parts)
@@ -159,10 +164,12 @@ class Mamba2(RecurrentMixer):
             state = self.cached_state(inference_params, batch)
         if state is None and final_states is None and self.use_mem_eff_path:
             y = self._one_operator(zxbcdt, seq_idx)
+        elif isinstance(state, KeptRows) and (length != 1 or seq_idx is not None):
+            raise ValueError(f"Mamba2: u has {length} rows for kept rows, expected one at a time and no seq_idx")
         elif state is not None and length == 1 and seq_idx is None:
-            y = self._step(zxbcdt.squeeze(1), *state).unsqueeze(1)
+            y = self._step(zxbcdt.squeeze(1), state).unsqueeze(1)
         else:
-            y = self._scan(zxbcdt, seq_idx, cu_seqlens, state, final_states)
+            y = self._scan(zxbcdt, seq_idx, cu_seqlens, state, final_states, steps_to_come)
         return self.out_proj(y.flatten(0, 1) if flat else y)
 
     def _one_operator(self, zxbcdt: Tensor, seq_idx: Tensor | None) -> Tensor:
@@ -180,7 +187,8 @@ class Mamba2(RecurrentMixer):
         seq_idx: Tensor | None,
         cu_seqlens: Tensor | None,
         state: MixerState | None,
-        final_states: list[MixerState] | None,
+        final_states: list[MixerState | KeptRows] | None,
+        steps_to_come: int | None,
     ) -> Tensor:
         packed = cu_seqlens is not None and state is not None                             # no state enters
         conv_state, ssm_state = (None, self._started(zxbcdt)) if state is None or packed else readable(state)
@@ -191,13 +199,17 @@ class Mamba2(RecurrentMixer):
             initial_states=None if conv_state is None else conv_state[:, :, 1:], activation=self.activation,
         ).transpose(1, 2)  # fmt: skip
         x, B, C = self._x_B_C(xBC)
-        y, *states = mamba_chunk_scan_combined(
+        scanned = mamba_chunk_scan_combined(
             x, dt, self._A(), B, C, self.chunk_size, D=self._D(),
             z=None if self.rmsnorm else z.unflatten(-1, x.shape[2:]), dt_bias=self.dt_bias, initial_states=ssm_state,
-            seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=True, dt_limit=self.dt_limit, return_final_states=True,
-            return_varlen_states=packed,
+            seq_idx=seq_idx, cu_seqlens=cu_seqlens, dt_softplus=True, dt_limit=self.dt_limit,
+            return_final_states=steps_to_come is None, return_varlen_states=packed,
         )  # fmt: skip
-        if state is not None or final_states is not None:
+        y, *states = (scanned,) if steps_to_come is not None else scanned
+        if steps_to_come is not None:
+            parameters = (self.conv1d.weight.squeeze(1), self.dt_bias, self.A_log)
+            final_states.append(keep_rows(xBC, inputs, dt, *parameters, steps_to_come, seq_idx, self.dt_limit))
+        elif state is not None or final_states is not None:
             inputs = inputs.detach()
             if packed:
                 window = causal_conv1d_varlen_states(inputs[0].transpose(0, 1), cu_seqlens, self.d_conv)
@@ -211,17 +223,27 @@ class Mamba2(RecurrentMixer):
         """One row: hidden_states (B, 1, M), the states as in `forward`, moved on in place.
         -> (out (B, 1, M), conv_state, ssm_state)"""
         check_shape("Mamba2.step", "hidden_states", hidden_states, "(B, 1, d_model)", (None, 1, self.d_model))
-        y = self._step(self.in_proj(hidden_states).squeeze(1), conv_state, ssm_state)
+        y = self._step(self.in_proj(hidden_states).squeeze(1), (conv_state, ssm_state))
         return self.out_proj(y.unsqueeze(1)), conv_state, ssm_state
 
-    def _step(self, zxbcdt: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+    def _step(self, zxbcdt: Tensor, state: MixerState | KeptRows) -> Tensor:
         d_mlp = self.d_inner - self.d_ssm
         gate, value, zxbcdt = zxbcdt.split([d_mlp, d_mlp, zxbcdt.shape[1] - 2 * d_mlp], dim=-1)
-        y = mamba2_step(
-            zxbcdt, conv_state, ssm_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.dt_bias, self.A_log,
-            self._D(), self.norm.weight if self.rmsnorm else None, NORM_EPS, self.norm_before_gate, self.dt_limit,
-        )  # fmt: skip
+        norm = (self.norm.weight if self.rmsnorm else None, NORM_EPS, self.norm_before_gate, self.dt_limit)
+        parameters = (self.conv1d.bias, self.dt_bias, self.A_log, self._D())
+        if isinstance(state, KeptRows):
+            y = mamba2_dual_step(zxbcdt, state, *parameters, self.ngroups, *norm)
+        else:
+            y = mamba2_step(zxbcdt, *state, self.conv1d.weight.squeeze(1), *parameters, *norm)
         return self._with_mlp(y, gate, value)
+
+    def can_keep_rows(self, length: int) -> bool:
+        """Whether sequences of `length` rows may keep rows for a state: from zero, and with less to read and write."""
+        return self.start_state() is None and length <= ROWS_OF_A_STATE * self.d_state
+
+    def _check_steps_to_come(self, steps_to_come: int | None, final_states: list | None) -> None:
+        if steps_to_come is not None and (final_states is None or self.start_state() is not None):
+            raise ValueError("Mamba2: steps_to_come is given, expected final_states with it and a start from zero")
 
     def _x_B_C(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., d_ssm + 2GN) -> (..., H, P), (..., G, N), (..., G, N)."""

@@ -86,11 +86,11 @@ def test_the_operator_is_registered_well():
 
 def test_what_is_rolled_out_by_kernels():
     world_model, agent = prepare()
-    deter, actor = torch.zeros(B, D, device=DEVICE), agent.actor_parts()
-    assert can_roll_out(world_model, actor, deter) == (DEVICE == "cuda")
-    assert not can_roll_out(make_world_model("Transformer").float().to(DEVICE), actor, deter)
-    assert not can_roll_out(copy.deepcopy(world_model).double(), actor, deter)
-    assert not can_roll_out(world_model, make_agent_for(make_world_model(continuous=True)).actor_parts(), deter)
+    actor = agent.actor_parts()
+    assert can_roll_out(world_model, actor) == (DEVICE == "cuda")
+    assert not can_roll_out(make_world_model("Transformer").float().to(DEVICE), actor)
+    assert not can_roll_out(copy.deepcopy(world_model).double(), actor)
+    assert not can_roll_out(world_model, make_agent_for(make_world_model(continuous=True)).actor_parts())
 
 
 @pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_bfloat16_steps_on_a_gpu():
 
 def test_imagination_is_the_same_with_kernels(monkeypatch):
     """From contexts to weights, both forms draw the same random numbers in the same order."""
-    monkeypatch.setattr(sub_models.world_models, "can_roll_out", lambda model, actor, deter: actor is not None)
+    monkeypatch.setattr(sub_models.world_models, "can_roll_out", lambda model, actor: actor is not None)
     monkeypatch.setattr(sub_models.world_models, "can_draw", lambda logits: world_model.fuses_imagination)
     world_model, agent = prepare()
     contexts = Batch(*(None if tensor is None else tensor.to(DEVICE) for tensor in make_batch(2, 4)))

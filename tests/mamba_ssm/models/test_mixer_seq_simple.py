@@ -69,6 +69,34 @@ def test_start_equals_a_pass_over_a_state_of_zeros(core, length, pieces):
         assert_close(ours, theirs, 1e-10)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"ngroups": 2, "D_has_hdim": True}, {"d_ssm": 16, "rmsnorm": False}])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_kept_rows_equal_a_state(options, pieces):
+    """Sixteen rows behind eight, of which a sequence starts inside."""
+    torch.manual_seed(0)
+    ssm_cfg = {**CONFIGS["Mamba2"], "d_state": 8, **options}
+    core = MambaWrapperModel(16, 2, 6, 3, ssm_cfg=ssm_cfg).double().eval()
+    (stoch, action), rows = draw(8), torch.randn(2, 16, 16, dtype=torch.float64)
+    seq_idx = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2], [0] * 8]).int() if pieces else None
+    want, state = core.start(stoch, action, seq_idx)
+    assert core.can_keep_rows(24) and not core.can_keep_rows(33)
+    out, kept = core.start_keeping(stoch, action, seq_idx, 24)
+    assert_close(out, want, 1e-10)
+    for row in rows.split(1, dim=1):
+        assert_close(core.run_blocks(row, state=kept), core.run_blocks(row, state=state), 1e-10)
+    with pytest.raises(ValueError, match="the rows were kept for 16 steps"):
+        core.run_blocks(row, state=kept)
+    with pytest.raises(ValueError, match="u has 16 rows for kept rows, expected one at a time"):
+        core.run_blocks(rows, state=kept)
+    with pytest.raises(ValueError, match="steps_to_come is given, expected final_states with it"):
+        core.run_blocks(rows, steps_to_come=3)
+
+
+def test_what_keeps_no_rows():
+    assert not MambaWrapperModel(16, 2, 6, 3, ssm_cfg=CONFIGS["Mamba"]).can_keep_rows(2)
+
+
 @pytest.mark.parametrize("layer", CONFIGS)
 def test_under_autocast_start_leaves_what_steps_can_read(layer):
     """The convolution's window is kept in autocast's type, which its rows have anyway."""

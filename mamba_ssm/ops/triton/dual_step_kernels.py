@@ -1,0 +1,159 @@
+"""The kernel of `dual_step`; the mathematics stands there.
+
+A program is a group of a batch row, since the norm runs over a group's channels; it walks back from the newest row to
+the first, with the product of the decays so far.
+
+Letters: B batch, L rows of the pass, S steps, H heads, P headdim, G groups, N state size, W convolution width, E
+columns of (x, B, C). Tiles are (heads of a group, P).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mamba_ssm.ops.numerics import accumulate_dtype
+from mamba_ssm.ops.tiers import reference_instead
+from mamba_ssm.ops.triton.jit_math import silu, softplus
+from mamba_ssm.ops.triton.launch import next_power_of_two
+
+Tensor = torch.Tensor
+
+CHANNELS_OF_THREAD = 8                                               # 16 bytes of a bfloat16 row
+ROWS_AT_ONCE = 4                                                     # rows whose loads are on their way at once
+MOST_WARPS = 8
+MOST_CHANNELS = 4096                                                 # of a group: what the registers of a program hold
+NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
+
+
+@triton.jit
+def _load(ptr, index, live):
+    return tl.load(ptr + index, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolved(
+    column, live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E: tl.constexpr, W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution's newest row at columns of (x, B, C), whose inputs enter the window."""
+    newest = tl.load(inputs_ptr + column, mask=live, other=0.0)
+    out = newest.to(tl.float32) * _load(weight_ptr + (W - 1) * E, column, live)
+    for i in tl.static_range(1, W):
+        before = window_ptr + ((count + W - i) % W) * E
+        out += _load(before, column, live) * _load(weight_ptr + (W - 1 - i) * E, column, live)
+    if HAS_BIAS:
+        out += _load(bias_ptr, column, live)
+    tl.store(window_ptr + (count % W) * E + column, newest.to(window_ptr.dtype.element_ty), mask=live)
+    return silu(out)
+
+
+@triton.jit(do_not_specialize=["count", "length"])
+def _dual_step_kernel(
+    zxbcdt_ptr, passed_ptr, passed_dt_ptr, passed_decay_ptr, stepped_ptr, stepped_dt_ptr, stepped_decay_ptr,
+    window_ptr, weight_ptr, bias_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, out_ptr,
+    count, length, room, stride_z, stride_passed_b, stride_passed, stride_stepped, eps, dt_min, dt_max,
+    H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    HAS_BIAS: tl.constexpr, D_OF_CHANNEL: tl.constexpr, LIMITED: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = H // G
+    E: tl.constexpr = H * P + 2 * G * N
+    b, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h, p, n = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    head, head_live, n_live = group * HEADS + h, h < HEADS, n < N
+    channel = head[:, None] * P + p[None, :]                                               # (heads, P)
+    live = head_live[:, None] & (p < P)[None, :]
+    b_column = H * P + group * N + n
+    zxbcdt_ptr += b * stride_z
+    passed_ptr += b * stride_passed_b
+    passed_dt_ptr += b * length * H
+    passed_decay_ptr += b * length * H
+    stepped_ptr += b * room * stride_stepped
+    stepped_dt_ptr += b * room * H
+    stepped_decay_ptr += b * room * H
+    window_ptr += b * W * E
+    inputs_ptr = zxbcdt_ptr + H * P
+
+    B = _convolved(b_column, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
+    C = _convolved(b_column + G * N, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
+    x = _convolved(channel, live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
+    dt = softplus(_load(inputs_ptr + E, head, head_live) + _load(dt_bias_ptr, head, head_live))
+    if LIMITED:
+        dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, head_live)))
+    newest = stepped_ptr + count * stride_stepped
+    tl.store(newest + channel, x.to(stepped_ptr.dtype.element_ty), mask=live)
+    tl.store(newest + b_column, B.to(stepped_ptr.dtype.element_ty), mask=n_live)
+    tl.store(stepped_dt_ptr + count * H + head, dt, mask=head_live)
+    tl.store(stepped_decay_ptr + count * H + head, decay, mask=head_live)
+
+    y = (dt * tl.sum(C * B, axis=0))[:, None] * x
+    if D_OF_CHANNEL:
+        y += x * _load(D_ptr, channel, live)
+    else:
+        y += x * _load(D_ptr, head, head_live)[:, None]
+    for block in range(tl.cdiv(length + count, UNROLL)):
+        for i in tl.static_range(UNROLL):
+            row = length + count - 1 - block * UNROLL - i                                  # of the pass if < length
+            there = row >= 0
+            cell, at = passed_ptr + row * stride_passed, row * H + head
+            dt_cell, decay_cell = passed_dt_ptr + at, passed_decay_ptr + at
+            if row >= length:
+                cell = stepped_ptr + (row - length) * stride_stepped
+                dt_cell, decay_cell = stepped_dt_ptr + (at - length * H), stepped_decay_ptr + (at - length * H)
+            weight = decay * tl.load(dt_cell, mask=head_live & there, other=0.0)
+            weight *= tl.sum(C * _load(cell, b_column, n_live & there), axis=0)
+            y += weight[:, None] * _load(cell, channel, live & there)
+            decay *= tl.load(decay_cell, mask=head_live & there, other=1.0)
+
+    gate = silu(_load(zxbcdt_ptr, channel, live))
+    if NORM == 1:
+        y *= gate
+    if NORM != 0:
+        scale = tl.rsqrt(tl.sum(y * y) / (HEADS * P) + eps)
+        y *= scale * _load(norm_weight_ptr, channel, live)
+    if NORM != 1:
+        y *= gate
+    tl.store(out_ptr + b * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@torch.no_grad()
+def mamba2_dual_step(
+    zxbcdt, kept, conv_bias, dt_bias, A_log, D, ngroups, norm_weight, norm_eps, norm_before_gate, dt_limit
+) -> Tensor:
+    """`mamba2_dual_step` on the triton tier."""
+    arguments = (zxbcdt, kept, conv_bias, dt_bias, A_log, D, ngroups, norm_weight)
+    if (reason := _why_not(zxbcdt, kept, dt_bias, ngroups)) is not None:
+        run = reference_instead("mamba2_dual_step", zxbcdt.device, reason)
+        return run(*arguments, norm_eps, norm_before_gate, dt_limit)
+    batch, width, channels = kept.window.shape
+    heads = dt_bias.shape[0]
+    d_ssm = zxbcdt.shape[1] - channels - heads
+    block_h, block_p = next_power_of_two(heads // ngroups), next_power_of_two(d_ssm // heads)
+    out = torch.empty((batch, d_ssm), dtype=zxbcdt.dtype, device=zxbcdt.device)
+    norm = NO_NORM if norm_weight is None else NORM_FIRST if norm_before_gate else GATE_FIRST
+    if batch == 0:
+        return out
+    dense = (None if tensor is None else tensor.contiguous() for tensor in (conv_bias, dt_bias, A_log, D, norm_weight))
+    _dual_step_kernel[(batch, ngroups)](
+        zxbcdt, *kept.passed, *kept.stepped, kept.window, kept.taps, *dense, out,
+        kept.count, kept.passed.dt.shape[1], kept.room, zxbcdt.stride(0), *kept.passed.x_B.stride()[:2],
+        kept.stepped.x_B.stride(1), norm_eps, float(dt_limit[0]), float(dt_limit[1]),
+        H=heads, P=d_ssm // heads, G=ngroups, N=(channels - d_ssm) // (2 * ngroups), W=width,
+        HAS_BIAS=conv_bias is not None, D_OF_CHANNEL=D.dim() == 2, LIMITED=tuple(dt_limit) != (0.0, float("inf")),
+        NORM=norm, BLOCK_H=block_h, BLOCK_P=block_p, BLOCK_N=next_power_of_two((channels - d_ssm) // (2 * ngroups)),
+        UNROLL=ROWS_AT_ONCE, num_warps=max(1, min(MOST_WARPS, block_h * block_p // (32 * CHANNELS_OF_THREAD))),
+    )  # fmt: skip
+    return out
+
+
+def _why_not(zxbcdt, kept, dt_bias, ngroups) -> str | None:
+    if accumulate_dtype(zxbcdt, kept.window, kept.taps, dt_bias) == torch.float64:
+        return "the kernels take no float64"
+    d_ssm = zxbcdt.shape[1] - kept.window.shape[2] - dt_bias.shape[0]
+    if d_ssm // ngroups > MOST_CHANNELS:
+        return f"the kernel takes groups of at most {MOST_CHANNELS} channels"
+    dense = (*kept.passed[1:], *kept.stepped, kept.window, kept.taps)
+    if zxbcdt.stride(1) != 1 or kept.passed.x_B.stride(2) != 1 or not all(tensor.is_contiguous() for tensor in dense):
+        return "the kernel takes rows without gaps"
+    return None
