@@ -4,16 +4,17 @@
 
 Each run is a process of its own with its own models, replay and environment, and does what a step of train.py does: an
 environment step, a world-model update, an imagination with its agent update. All processes are started and warmed up
-first, compiled with one another's help, for they share inductor's cache; then 1, 2, 4, ... of them work at the same
-time while the others wait. With `--mps on` the processes share the
-GPU through NVIDIA's Multi-Process Service, whose daemon is started for this benchmark and ended after it. JSON goes to
-benchmarks/results/.
+first, at the same time: what one of them has compiled the others find in inductor's cache. Then 1, 2, 4, ... of them
+work while the others wait. With `--mps on` processes share the GPU through NVIDIA's Multi-Process Service, whose daemon
+is started for this benchmark and ended after it; with `off,on` there are as many processes again, which wait while the
+first are measured. JSON goes to benchmarks/results/, a row as soon as it is measured.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,6 +38,7 @@ from train import build, make_env_vector, training_steps
 from utils import Config, load_config, resolve_device, seed_everything
 
 MPS_DAEMON = "nvidia-cuda-mps-control"
+ANSWER_SECONDS = 60.0  # for a step that began before the time was over, beside as many as there are
 
 
 # --------------------------------------------------------------------------------------------------------- one process
@@ -101,45 +104,55 @@ class WorkerDied(RuntimeError):
 
 
 class Workers:
-    """Worker processes, warmed up; `measure(n, seconds)` lets the first n of them work at the same time."""
+    """Worker processes that have just been started; once warm, `measure(n, seconds)` lets the first n work at once.
+
+    Use it as a context manager: all of them are ended with it.
+    """
 
     def __init__(self, number: int, words: list[str], environment: dict[str, str]) -> None:
         threads = str(max(1, len(os.sched_getaffinity(0)) // number))
-        environment = {"OMP_NUM_THREADS": threads, **environment}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--worker", *words],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                env={"OMP_NUM_THREADS": threads, **environment},
             )
             for _ in range(number)
         ]  # fmt: skip
-        try:
-            for process in self.processes:
-                self._read(process)
-        except WorkerDied:
-            self.close()
-            raise
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
+
+    def warm_up(self, end: float) -> None:
+        """Wait until all of them are warm, until the clock (time.monotonic) says `end` at most."""
+        for process in self.processes:
+            self._read(process, end)
 
     def measure(self, number: int, seconds: float) -> dict[str, object]:
         """Steps a second of each of the first `number` workers and of all together."""
         for process in self.processes[:number]:
             process.stdin.write(f"{seconds}\n")
             process.stdin.flush()
-        answers = [self._read(process) for process in self.processes[:number]]
+        end = time.monotonic() + seconds + ANSWER_SECONDS
+        answers = [self._read(process, end) for process in self.processes[:number]]
         each = [found["steps"] / found["seconds"] for found in answers]
         memory = max(found["reserved_mib"] for found in answers)
         return {"runs": number, "steps_per_second": sum(each), "each": each, "reserved_mib_of_one": memory}
 
-    def close(self) -> None:
-        for process in self.processes:
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
-            process.wait()
-
     @staticmethod
-    def _read(process: subprocess.Popen) -> dict:
+    def _read(process: subprocess.Popen, end: float) -> dict:
+        if not select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise WorkerDied("a process did not answer in time")
         line = process.stdout.readline()
         if not line:
             raise WorkerDied(f"a process ended with code {process.wait()}; its complaint is above")
@@ -154,7 +167,10 @@ def mps(wanted: bool) -> Iterator[dict[str, str]]:
         return
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
         environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        started = subprocess.run([MPS_DAEMON, "-d"], env=environment, capture_output=True, text=True, timeout=30)
+        try:
+            started = subprocess.run([MPS_DAEMON, "-d"], env=environment, capture_output=True, text=True, timeout=30)
+        except subprocess.TimeoutExpired:
+            raise WorkerDied(f"{MPS_DAEMON} did not start in 30 s") from None
         if started.returncode:
             raise WorkerDied(f"{MPS_DAEMON} did not start: {(started.stdout + started.stderr).strip()}")
         try:
@@ -163,28 +179,54 @@ def mps(wanted: bool) -> Iterator[dict[str, str]]:
             subprocess.run([MPS_DAEMON], input="quit\n", text=True, env=environment, check=False, timeout=60)
 
 
-def measure_all(runs: list[int], seconds: float, use_mps: bool, words: list[str]) -> list[dict[str, object]]:
-    """A row for each number of runs, printed as it comes; `gain` is the throughput against the first row's."""
-    rows: list[dict[str, object]] = []
-    with mps(use_mps) as environment:
-        start = time.monotonic()
-        workers = Workers(max(runs), words, environment)
-        warm_seconds = time.monotonic() - start
-        print(f"MPS {'on' if use_mps else 'off'}: {max(runs)} runs warm after {warm_seconds:.1f} s", flush=True)
+class Benchmark:
+    """The report, written whenever something is added to it."""
+
+    def __init__(self, content: dict[str, Any], out: Path) -> None:
+        self.content, self.out = content, out
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(self, runs: list[int], seconds: float, settings: list[str], words: list[str], patience: float) -> None:
+        """Rows for every number of runs, without the Multi-Process Service, with it, or both."""
+        begin = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            teams = {}
+            for setting in settings:
+                with self._told(setting):
+                    environment = stack.enter_context(mps(setting == "on"))
+                    teams[setting] = stack.enter_context(Workers(max(runs), words, environment))
+            for setting, workers in list(teams.items()):
+                with self._told(setting):
+                    workers.warm_up(begin + patience)
+                    print(f"MPS {setting}: {max(runs)} runs warm after {time.monotonic() - begin:.1f} s", flush=True)
+            for setting in [setting for setting in teams if setting not in self.content["failed"]]:
+                with self._told(setting):
+                    for number in runs:
+                        self._add({"mps": setting == "on", **teams[setting].measure(number, seconds)})
+
+    @contextlib.contextmanager
+    def _told(self, setting: str) -> Iterator[None]:
         try:
-            for number in runs:
-                row = {"mps": use_mps, **workers.measure(number, seconds)}
-                row["gain"] = row["steps_per_second"] / (rows[0] if rows else row)["steps_per_second"]
-                rows.append(row)
-                slowest = min(row["each"])
-                print(
-                    f"{number:>3} runs  {row['steps_per_second']:8.2f} steps/s together  {slowest:8.2f} the slowest  "
-                    f"gain {row['gain']:.2f}  {row['reserved_mib_of_one']:.0f} MiB each",
-                    flush=True,
-                )
-        finally:
-            workers.close()
-    return rows
+            yield
+        except WorkerDied as error:
+            self.content["failed"][setting] = str(error)
+            print(f"MPS {setting}: {error}", flush=True)
+            self._write()
+
+    def _add(self, row: dict[str, Any]) -> None:
+        """Print and keep a row; its `gain` is the throughput against the first row's, whatever that one's setting."""
+        rows = self.content["results"]
+        rows.append(row)
+        row["gain"] = row["steps_per_second"] / rows[0]["steps_per_second"]
+        print(
+            f"{row['runs']:>3} runs  {row['steps_per_second']:8.2f} steps/s together  {min(row['each']):8.2f} the "
+            f"slowest  gain {row['gain']:.2f}  {row['reserved_mib_of_one']:.0f} MiB each",
+            flush=True,
+        )
+        self._write()
+
+    def _write(self) -> None:
+        self.out.write_text(json.dumps(self.content, indent=1) + "\n")
 
 
 def why_no_mps(device: torch.device) -> str | None:
@@ -199,6 +241,7 @@ def main() -> None:
     parser.add_argument("--runs", default="1,2,4,8", help="numbers of runs side by side, comma-separated")
     parser.add_argument("--seconds", type=float, default=8.0, help="how long each number of runs is measured")
     parser.add_argument("--mps", default="off,on", help="off, on or both")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds in which all have to be warm")
     parser.add_argument("--out", default=None, help="JSON file, default: benchmarks/results/packing_<device>.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
@@ -212,18 +255,12 @@ def main() -> None:
     obstacle = why_no_mps(device)
     report = {**provenance(device), "env": config.BasicSettings.Env_name, "words": words, "seconds": options.seconds}
     report |= {"mps_missing": obstacle, "failed": {}, "results": []}
+    settings = options.mps.split(",")
+    if "on" in settings and obstacle is not None:
+        settings.remove("on")
+        print(f"MPS on: not measured, {obstacle}", flush=True)
     out = Path(options.out or ROOT / "benchmarks" / "results" / f"packing_{device.type}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for setting in options.mps.split(","):
-        if setting == "on" and obstacle is not None:
-            print(f"MPS on: not measured, {obstacle}", flush=True)
-            continue
-        try:
-            report["results"] += measure_all(runs, options.seconds, setting == "on", words)
-        except WorkerDied as error:
-            report["failed"][setting] = str(error)
-            print(f"MPS {setting}: {error}", flush=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
+    Benchmark(report, out).run(runs, options.seconds, settings, words, options.patience)
     raise SystemExit(1 if report["failed"] else 0)
 
 

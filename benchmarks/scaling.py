@@ -7,7 +7,8 @@ One pass is forward and backward of the core alone, at the width and precision o
 GPU), on B = rows / L sequences of L rows without episode starts, in training mode, into parameters and inputs. Figures
 are medians of at least 20 passes after warm-up, with the 10th and 90th percentile, on a GPU each the replay of a CUDA
 graph; memory is the peak of an eager pass above what was held before it. A backbone whose scan has no kernel on the GPU
-is left out and named. Writes a table, benchmarks/results/scaling_<device>.json and .png.
+is left out and named. Writes benchmarks/results/scaling_<device>.json, a figure as soon as it is measured, and at the
+end a table and a plot, scaling_<device>.png.
 """
 
 import argparse
@@ -135,7 +136,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def run(config: Config, backbones: list[str], lengths: list[int], rows: int, repeats: int) -> dict[str, Any]:
+def run(config: Config, backbones: list[str], lengths: list[int], rows: int, repeats: int, out: Path) -> dict[str, Any]:
+    """Measure every backbone at every length; `out` has what is there after each of them."""
     device = resolve_device(config.BasicSettings.Device)
     report = {
         **provenance(device),
@@ -152,6 +154,7 @@ def run(config: Config, backbones: list[str], lengths: list[int], rows: int, rep
             call = make_pass(for_length(config, backbone, length), length, rows, device)
             figures = measure(call, device, repeats)
             report["results"].append({"backbone": backbone, "length": length, **figures})
+            out.write_text(json.dumps(report, indent=1) + "\n")
             print(f"{backbone} L {length}: {_cell(report['results'][-1])}", flush=True)
     return report
 
@@ -170,12 +173,11 @@ def main() -> None:
     rows = options.rows or ROWS[kind]
     if any(rows % length for length in lengths):
         parser.error(f"--rows {rows} is not a multiple of every one of the lengths {lengths}")
-    with use_tier(config.BasicSettings.Kernels):
-        report = run(config, options.backbones.split(","), lengths, rows, options.repeats)
-    print(table(report["results"]))
     out = options.out or RESULTS / f"scaling_{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    with use_tier(config.BasicSettings.Kernels):
+        report = run(config, options.backbones.split(","), lengths, rows, options.repeats, out)
+    print(table(report["results"]))
     plot(report, out.with_suffix(".png"))
     print(f"written: {out} and {out.with_suffix('.png')}")
 

@@ -1,9 +1,12 @@
 """The scaling benchmark: each core takes each length, and the table says how its cost grows."""
 
+import json
+
 import pytest
 import torch
 
-from benchmarks.scaling import BACKBONES, LENGTHS, for_length, make_pass, plot, table
+import benchmarks.scaling
+from benchmarks.scaling import BACKBONES, LENGTHS, for_length, make_pass, plot, run, table
 from utils import load_config
 
 
@@ -37,3 +40,21 @@ def test_the_default_configuration_takes_the_default_lengths(kind):
     assert [for_length(config, "Mamba", length).JointTrainAgent.BatchLength for length in LENGTHS[kind]] == list(
         LENGTHS[kind]
     )
+
+
+def test_what_was_measured_before_a_fault_is_written(tmp_path, monkeypatch):
+    """A length that needs too much memory would cost the figures of all others."""
+    config = load_config(["--config", "tests/tiny.yaml", "--BasicSettings.Device", "cpu"], "train.py").config
+    measured = []
+
+    def measure(*words):
+        measured.append(words)
+        if len(measured) == 2:
+            raise MemoryError
+        return {"median_ms": 1.0}
+
+    monkeypatch.setattr(benchmarks.scaling, "measure", measure)
+    with pytest.raises(MemoryError):
+        run(config, ["Mamba2"], [8, 16], 64, 20, tmp_path / "out.json")
+    written = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert written == [{"backbone": "Mamba2", "length": 8, "median_ms": 1.0}]
