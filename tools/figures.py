@@ -11,7 +11,7 @@ import numpy as np
 
 from envs.my_atari import reference_scores
 from tools.aggregates import MEASURES, Estimate
-from tools.results import Result, grouped
+from tools.results import Result, grouped, how_far, setting_name
 from tools.run import EPISODE_RETURN, EVALUATION_RETURN, RECENT_EPISODES, bootstrap_interval
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def learning_curves(results: Sequence[Result]) -> bytes:
             if group_env == env:
                 _draw_curve(axes, seeds, setting, colour[setting])
         _draw_references(axes, next(result.game for result in results if result.env == env))
-        axes.set_title(env, fontsize="medium")
+        runs = [result for result in results if result.env == env]
+        far = f"\n{how_far(runs)}" if any(run.unfinished for run in runs) else ""
+        axes.set_title(env + far, fontsize="medium")
         axes.set_xlabel("environment steps", fontsize="small")
         axes.set_ylabel("return", fontsize="small")
         _tidy(axes)
@@ -103,7 +105,7 @@ def _draw_curve(axes: "Axes", seeds: Sequence[Result], setting: str, colour: str
     found = curve(seeds)
     if found is not None:
         points, values = found
-        axes.plot(points, values.mean(axis=0), color=colour, linewidth=1.6, label=setting)
+        axes.plot(points, values.mean(axis=0), color=colour, linewidth=1.6, label=setting_name(setting))
         if len(values) > 1:
             band = np.array([bootstrap_interval(column, draws=CURVE_DRAWS) for column in values.T])
             axes.fill_between(points, band[:, 0], band[:, 1], color=colour, alpha=0.2, linewidth=0)
@@ -127,11 +129,17 @@ def _draw_references(axes: "Axes", game: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------- bars
 
 
-def game_bars(scores: Mapping[str, Mapping[str, float]], published: Sequence[str], names: Mapping[str, str]) -> bytes:
-    """Human-normalised scores by game.   scores: {setting: {game: score}}; published: reference columns."""
+def game_bars(
+    scores: Mapping[str, Mapping[str, float]],
+    published: Sequence[str],
+    names: Mapping[str, str],
+    notes: Mapping[str, str],
+) -> bytes:
+    """Human-normalised scores by game.   scores: {setting: {game: score}}; published: reference columns, called
+    `names`; notes: of games, what stands below their name."""
     games = list(dict.fromkeys(game for by_game in scores.values() for game in by_game))
     colour = colours(list(scores))
-    series = [(setting, by_game, colour[setting]) for setting, by_game in scores.items()]
+    series = [(setting_name(setting), by_game, colour[setting]) for setting, by_game in scores.items()]
     reference = reference_scores()
     for column in published:
         by_game = {game: _normalised(reference[game], column) for game in games if column in reference[game]}
@@ -145,7 +153,7 @@ def game_bars(scores: Mapping[str, Mapping[str, float]], published: Sequence[str
         axes.bar_label(bars, [f"{value:.2f}" for value in by_game.values()], fontsize="x-small", padding=2)
     axes.axvline(0, color="#555555", linewidth=0.8)
     axes.axvline(1, color="#555555", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(games)), games)
+    axes.set_yticks(range(len(games)), [f"{game}\n{notes[game]}" if game in notes else game for game in games])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel("human-normalised score (0 random play, 1 a human tester)", fontsize="small")
@@ -172,7 +180,7 @@ def aggregate_intervals(estimates: Mapping[str, Mapping[str, Estimate]]) -> byte
                 axes.barh(i, high - low, 0.6, left=low, color=colour[setting], alpha=0.45)
             axes.plot([value, value], [i - 0.3, i + 0.3], color=colour[setting], linewidth=2.5)
         axes.set_title(measure, fontsize="medium")
-        axes.set_yticks(range(len(estimates)), list(estimates))
+        axes.set_yticks(range(len(estimates)), [setting_name(setting) for setting in estimates])
         axes.set_ylim(len(estimates) - 0.5, -0.5)
         axes.margins(x=0.2)
         _tidy(axes)
@@ -186,9 +194,9 @@ def performance_profiles(profiles: Mapping[str, Any], thresholds: np.ndarray) ->
     figure = new_figure(7.0, 3.6)
     axes = figure.subplots()
     for setting, (profile, low, high) in profiles.items():
-        axes.plot(thresholds, profile, color=colour[setting], linewidth=1.6, label=setting)
+        axes.step(thresholds, profile, where="post", color=colour[setting], linewidth=1.6, label=setting_name(setting))
         if np.isfinite(low).all():
-            axes.fill_between(thresholds, low, high, color=colour[setting], alpha=0.2, linewidth=0)
+            axes.fill_between(thresholds, low, high, step="post", color=colour[setting], alpha=0.2, linewidth=0)
     axes.set_xlabel("human-normalised score τ", fontsize="small")
     axes.set_ylabel("share of runs above τ", fontsize="small")
     axes.set_ylim(-0.02, 1.02)

@@ -31,7 +31,19 @@ from tools.aggregates import (
 )
 from tools.checkpoints import write_atomic
 from tools.pictures import small_webp
-from tools.results import CARD, Result, ResultError, Score, collect, grouped, machine, write_card
+from tools.results import (
+    CARD,
+    DEFAULT_SETTING,
+    Result,
+    ResultError,
+    Score,
+    collect,
+    grouped,
+    how_far,
+    machine,
+    setting_name,
+    write_card,
+)
 from tools.run import RECENT_EPISODES, bootstrap_interval, duration
 
 # Columns of config_files/atari_scores.csv beside ours, and what they are called; that file names each one's source.
@@ -45,6 +57,8 @@ PUBLISHED = {
 METHODS = [column for column in PUBLISHED if column not in ("random", "human")]
 BARS = ("drama_mamba2", "dreamerv3_2025")
 BEGIN, END = "<!-- results: made by eval.py, do not edit -->", "<!-- end of results -->"
+LONG_CELL = 36  # characters
+NAMED_RUNS = 6  # that are not finished; more are counted
 PICTURED_RUNS = 6  # whose sample pictures go into the page
 SAMPLE_BYTES = 2_400_000  # of all sample pictures together, before base64 makes them a third larger
 THRESHOLDS = np.linspace(0, 2, 81)  # of the performance profile
@@ -68,9 +82,14 @@ class Table:
 
     def html(self) -> str:
         head = "".join(f"<th>{_text(column)}</th>" for column in self.columns)
-        body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in self.rows)
         note = f"<p class=note>{_text(self.note)}</p>" if self.note else ""
         return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
+
+
+def _cell(text: str) -> str:
+    """A cell of an HTML table, which may be broken into lines if it is long."""
+    return f"<td{' class=long' if len(text) > LONG_CELL else ''}>{_text(text)}</td>"
 
 
 def score_table(results: Sequence[Result]) -> Table:
@@ -98,8 +117,7 @@ def score_table(results: Sequence[Result]) -> Table:
 
 def _our_cells(seeds: Sequence[Result]) -> list[str]:
     """Steps, number of seeds, score with interval, what was averaged, human-normalised score."""
-    steps = sorted({result.steps for result in seeds})
-    shown_steps = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+    shown_steps = how_far(seeds).removesuffix(" steps")
     scored = [(result, score) for result in seeds if (score := result.score()) is not None]
     scores = [score for _, score in scored]
     if not scores:
@@ -147,7 +165,7 @@ def seed_table(results: Sequence[Result]) -> Table:
                 result.game,
                 result.setting,
                 str(result.seed),
-                f"{result.steps:,} of {result.config.JointTrainAgent.SampleMaxSteps:,}",
+                how_far([result]).removesuffix(" steps"),
                 "-" if score is None else f"{score.mean:.2f} ({_episodes(score)})",
                 "-" if normalised is None else f"{normalised:.3f}",
                 "-" if result.wall_seconds() is None else duration(result.wall_seconds()),
@@ -221,7 +239,9 @@ def aggregate_table(benchmark: Benchmark, estimates: Mapping[str, Mapping[str, E
     rows = []
     for setting, found in estimates.items():
         runs, games = benchmark.matrices()[setting].shape
-        rows.append([f"{setting} (this repository)", str(games), str(runs), *(_estimate(found[m]) for m in MEASURES)])
+        name = setting_name(setting)
+        name += " (this repository)" if setting != DEFAULT_SETTING else ""
+        rows.append([name, str(games), str(runs), *(_estimate(found[m]) for m in MEASURES)])
     reference = reference_scores()
     games = benchmark.games()
     for column in METHODS:
@@ -257,7 +277,7 @@ def improvement_table(benchmark: Benchmark) -> Table:
                 ours = score_matrix({game: by_game[game] for game in known})
                 theirs = np.array([[human_normalised_score(game, reference[game][column]) for game in known]])
                 found = _estimate(probability_of_improvement(ours, theirs))
-                rows.append([setting, f"{PUBLISHED[column]}, mean", str(len(known)), found])
+                rows.append([setting_name(setting), f"{PUBLISHED[column]}, mean", str(len(known)), found])
     note = "Chance that a run of X beats one of Y, mean over games. Of a published method only its mean is known."
     return Table("Probability of improvement", ["X", "Y", "games", "P(X > Y)"], rows, note)
 
@@ -289,11 +309,11 @@ def build_sections(results: Sequence[Result]) -> list[Section]:
     sections = [
         Section("Scores", _honesty(results), [score_table(results)]),
         Section("Learning curves", _CURVES, [], [curves]),
-        *_benchmark_sections(Benchmark.of(results)),
-        Section("What the models see", _SAMPLES, [], _sample_pictures(results)),
+        *_benchmark_sections(results),
         Section("Settings and runs", "", [config_table(results), seed_table(results)]),
     ]
-    return sections if sections[-2].pictures else [*sections[:-2], sections[-1]]
+    samples = _sample_pictures(results)
+    return [*sections, Section("What the models see", _SAMPLES, [], samples)] if samples else sections
 
 
 _CURVES = (
@@ -317,23 +337,38 @@ def _honesty(results: Sequence[Result]) -> str:
     least, most = min(seeds), max(seeds)
     number = f"{least}" if least == most else f"{least} to {most}"
     sentences = [f"{len(results)} run{'s' if len(results) > 1 else ''}, {number} seed{'s' if most > 1 else ''} each."]
+    sentences += [_unfinished(results)] if _unfinished(results) else []
     short = sum(result.game in reference_scores() and result.steps < 100_000 for result in results)
     if short:
         sentences.append(
             f"{short} of {len(results)} played an Atari game for less than the 100,000 steps of published scores: a "
             "sample of what training does, not comparable with them."
         )
+    early = [result.name for result in results if result.evaluated_at < result.steps]
+    if early:
+        sentences.append(f"Evaluated before their last step: {'; '.join(early)}.")
     unscored = sum((score := result.score()) is not None and not score.evaluated for result in results)
     if unscored:
         sentences.append(f"{unscored} of {len(results)} not evaluated: the score is of the last training episodes.")
     return " ".join(sentences)
 
 
-def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
+def _unfinished(results: Sequence[Result]) -> str:
+    """A sentence that names the runs that were not finished; empty where all were."""
+    runs = [result for result in results if result.unfinished]
+    if len(runs) > NAMED_RUNS:
+        return f"Not finished: {len(runs)} of {len(results)} runs."
+    return f"Not finished: {'; '.join(result.name for result in runs)}." if runs else ""
+
+
+def _benchmark_sections(results: Sequence[Result]) -> list[Section]:
     """Bars, aggregates and profiles of the games that have reference scores."""
+    benchmark = Benchmark.of(results)
     if not benchmark.scores:
         return []
-    bars = figures.game_bars(benchmark.means(), BARS, PUBLISHED)
+    by_game = {game: [result for result in results if result.game == game] for game in benchmark.games()}
+    far = {game: how_far(runs) for game, runs in by_game.items() if any(run.unfinished for run in runs)}
+    bars = figures.game_bars(benchmark.means(), BARS, PUBLISHED, far)
     sections = [Section("By game", "", [], [Picture(_BARS_CAPTION, bars, "figures/games.png")])]
     if len(benchmark.games()) < 2:
         return sections
@@ -344,20 +379,24 @@ def _benchmark_sections(benchmark: Benchmark) -> list[Section]:
     estimates = {setting: aggregates(matrix) for setting, matrix in matrices.items()}
     profiles = {setting: performance_profile(matrix, THRESHOLDS) for setting, matrix in matrices.items()}
     drawn = [
-        Picture("Aggregates", figures.aggregate_intervals(estimates), "figures/aggregates.png"),
-        Picture("Performance profiles", figures.performance_profiles(profiles, THRESHOLDS), "figures/profiles.png"),
+        Picture("Performance profiles", figures.performance_profiles(profiles, THRESHOLDS), "figures/profiles.png")
     ]
+    if any(np.isfinite(estimate.low) for found in estimates.values() for estimate in found.values()):
+        drawn.insert(0, Picture("Aggregates", figures.aggregate_intervals(estimates), "figures/aggregates.png"))
     tables = [aggregate_table(benchmark, estimates), improvement_table(benchmark)]
-    return [*sections, Section("Aggregates", "", tables, drawn)]
+    unfinished = _unfinished([result for runs in by_game.values() for result in runs])
+    text = f"{len(benchmark.games())} of the benchmark's {len(reference_scores())} games. {unfinished}".rstrip()
+    return [*sections, Section("Aggregates", text, tables, drawn)]
 
 
 def _sample_pictures(results: Sequence[Result]) -> list[Picture]:
     """Pictures of the first seed of each environment and setting, small enough to send the page by mail."""
     shown = [seeds[0] for seeds in grouped(results).values()][:PICTURED_RUNS]
     found = [(result, caption, path) for result in shown for caption, path in result.pictures().items()]
+    several = len({result.setting for result in results}) > 1
     pictures = []
     for result, caption, path in found:
-        where = f"{result.game}, {result.setting}, seed {result.seed}: {caption.lower()}"
+        where = ", ".join([result.name, *([result.setting] if several else [])]) + f": {caption.lower()}"
         try:
             data = small_webp(path.read_bytes(), SAMPLE_BYTES // len(found))
         except ValueError as error:
@@ -376,9 +415,11 @@ def _text(text: str) -> str:
 
 def html_page(title: str, sections: Sequence[Section]) -> str:
     """One page that needs nothing else: style and pictures are in it."""
-    parts = []
+    places = {section.title: f"section-{i}" for i, section in enumerate(sections, start=1)}
+    links = "".join(f'<a href="#{place}">{_text(title)}</a> ' for title, place in places.items())
+    parts = [f"<nav>{links}</nav>"]
     for section in sections:
-        parts.append(f"<h2>{_text(section.title)}</h2>")
+        parts.append(f'<h2 id="{places[section.title]}">{_text(section.title)}</h2>')
         parts += [f"<p>{_text(section.text)}</p>"] if section.text else []
         for table in section.tables:
             parts += [f"<h3>{_text(table.title)}</h3>"] if len(section.tables) > 1 else []
@@ -387,7 +428,7 @@ def html_page(title: str, sections: Sequence[Section]) -> str:
             data = base64.b64encode(picture.data).decode()
             caption = _text(picture.caption)
             image = f'<img alt="{caption}" src="data:image/{picture.kind};base64,{data}">'
-            parts.append(f"<figure><figcaption>{caption}</figcaption>{image}</figure>")
+            parts.append(f"<figure><figcaption>{caption}</figcaption><div class=wide>{image}</div></figure>")
     return _PAGE.format(title=_text(title), body="\n".join(parts))
 
 
@@ -407,13 +448,19 @@ h3 {{ font-size: 1rem; margin-bottom: .3rem; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .82rem; }}
 th, td {{ padding: .28rem .6rem; border-bottom: 1px solid #e3e8ee; text-align: right; }}
 td {{ white-space: nowrap; }}
+td.long {{ white-space: normal; min-width: 14rem; }}
 th {{ background: #f4f6f9; vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; }}
 tbody tr:hover {{ background: #f8fafc; }}
 .note, figcaption {{ color: #5a6675; font-size: .85rem; }}
+nav a {{ margin-right: 1rem; white-space: nowrap; color: #2563a8; }}
 figure {{ margin: 1.2rem 0; }}
 img {{ max-width: 100%; height: auto; }}
 code {{ background: #f1f3f6; padding: 0 .25em; border-radius: 3px; }}
+@media (max-width: 700px) {{
+  body {{ margin: 1rem auto; padding: 0 .8rem; }}
+  figure img {{ max-width: none; width: 760px; }}
+}}
 </style>
 </head>
 <body>
@@ -460,7 +507,7 @@ def readme_section(results: Sequence[Result], out: Path, readme: Path) -> str:
         return Path(os.path.relpath(path, readme.parent)).as_posix()
 
     cards = [result for result in results if (result.folder / CARD).is_file()]
-    listed = ", ".join(f"[{result.game}, seed {result.seed}]({link(result.folder / CARD)})" for result in cards)
+    listed = ", ".join(f"[{result.name}]({link(result.folder / CARD)})" for result in cards)
     parts = [_honesty(results), table.markdown()]
     parts.append(f"Curves and figures: [report.md]({link(out / 'report.md')}), and `report.html` beside it.")
     parts += [f"Model cards: {listed}."] if cards else []

@@ -49,10 +49,12 @@ logger = logging.getLogger("drama.results")
 
 MODEL_BYTES = 16_000_000  # a larger model is not stored beside its figures
 ANYWHERE = {"BasicSettings.RunDir": "runs", "BasicSettings.SavePath": None}  # what a stored configuration says
+DEFAULT_SETTING = "default"
 LABEL_KEYS = 3  # settings that differ in more keys are numbered
 CARD = "CARD.md"
 EVALUATION_FACTS = ("mean", "episodes", "mean_interval_95", "greedy")
 FACTS = {  # what is read of summary.json and origin.json, with its types
+    "checkpoint_step": (int, "integer"),
     "mean": (int | float, "number"),
     "episodes": (int, "integer"),
     "mean_interval_95": (list, "list"),
@@ -103,8 +105,8 @@ class Result:
     metrics: dict[str, tuple[np.ndarray, np.ndarray]]  # as read_metrics gives them
     evaluation: dict[str, Any] | None  # summary.json of the newest checkpoint's evaluation
     origin: dict[str, Any]
-    setting: str = "default"  # a label
-    differences: str = "default"  # the keys behind it
+    setting: str = DEFAULT_SETTING  # a label
+    differences: str = DEFAULT_SETTING  # the keys behind it
 
     @property
     def env(self) -> str:
@@ -125,6 +127,22 @@ class Result:
         named = [*self.folder.glob("ckpt/step_*"), *self.folder.glob("eval/step_*")]
         saved = [int(path.name[5:]) for path in named if path.name[5:].isdigit()]
         return max([*logged, *saved], default=0)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it stands at fewer steps than it was configured for."""
+        return self.steps < self.config.JointTrainAgent.SampleMaxSteps
+
+    @property
+    def evaluated_at(self) -> int:
+        """The step of the newest evaluated checkpoint; the newest step where none was evaluated."""
+        return (self.evaluation or {}).get("checkpoint_step", self.steps)
+
+    @property
+    def name(self) -> str:
+        """Game and seed, for links and lists, and how far it is where it is not finished."""
+        far = f" ({how_far([self])})" if self.unfinished else ""
+        return f"{self.game}, seed {self.seed}{far}"
 
     def score(self) -> Score | None:
         """Of the newest evaluation; without one the last training episodes', None before the first episode ended."""
@@ -155,6 +173,26 @@ class Result:
         }
         found = {caption: sorted(self.folder.glob(pattern)) for caption, pattern in kinds.items()}
         return {caption: paths[-1] for caption, paths in found.items() if paths}
+
+
+def how_far(results: Sequence[Result]) -> str:
+    """Steps of runs of one environment: `100,000 steps`, or `64,347 of 100,000 steps` where one is not finished."""
+    reached, wanted = (sorted(set(numbers)) for numbers in zip(*map(_steps_of, results), strict=True))
+    whole = f" of {_span(wanted)}" if any(result.unfinished for result in results) else ""
+    return f"{_span(reached)}{whole} steps"
+
+
+def _steps_of(result: Result) -> tuple[int, int]:
+    return result.steps, result.config.JointTrainAgent.SampleMaxSteps
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+
+
+def setting_name(setting: str) -> str:
+    """What a reader calls a setting that nothing tells from others."""
+    return "this repository" if setting == DEFAULT_SETTING else setting
 
 
 # ----------------------------------------------------------------------------------------------------------------- find
@@ -254,7 +292,7 @@ def label_settings(results: Sequence[Result]) -> list[Result]:
         if any(keys[key] != first[result.env][key] for result, keys in zip(results, flat, strict=True))
     ]
     names = {key: _short_name(key, varying) for key in varying}
-    differences = [", ".join(f"{name} {keys[key]}" for key, name in names.items()) or "default" for keys in flat]
+    differences = [", ".join(f"{name} {keys[key]}" for key, name in names.items()) or DEFAULT_SETTING for keys in flat]
     numbers = {text: f"setting {i}" for i, text in enumerate(dict.fromkeys(differences), start=1)}
     return [
         replace(result, setting=numbers[text] if len(varying) > LABEL_KEYS else text, differences=text)
@@ -372,7 +410,7 @@ def card(result: Result) -> str:
     """The model card in Markdown."""
     score = result.score()
     sections = [
-        f"# Drama on {result.env}, seed {result.seed}",
+        f"# Drama on {result.env}, seed {result.seed}" + (f": {how_far([result])}" if result.unfinished else ""),
         result.origin.get("note", ""),
         _card_table("What it is", _what(result)),
         _card_table("Scores", _scores(result, score)),
@@ -392,9 +430,9 @@ def _what(result: Result) -> dict[str, Any]:
     return {
         "method": "Drama (arXiv 2410.08893): a world model of the game's pixels, a policy trained inside it alone",
         "sequence model, policy": f"{world_model.Backbone}, {result.config.Models.Agent.Policy}",
-        "training": f"{result.steps:,} environment steps of {training.SampleMaxSteps:,}; "
-        f"an update of the world model every {training.TrainDynamicsEverySteps} steps, "
-        f"of the policy every {training.TrainAgentEverySteps}",
+        "training": f"{how_far([result])} of the environment" + ("; not finished" if result.unfinished else "") + "; "
+        f"an update of the world model every {_steps(training.TrainDynamicsEverySteps)}, "
+        f"of the policy every {_steps(training.TrainAgentEverySteps)}",
         "seeds": f"one ({result.seed})",
         "configuration": f"[`{RUN_CONFIG_NAME}`]({RUN_CONFIG_NAME})",
         "weights": "`model.pt`, matrices in fp16, without critics: `python eval.py` takes this folder"
@@ -403,11 +441,17 @@ def _what(result: Result) -> dict[str, Any]:
     }
 
 
+def _steps(number: int) -> str:
+    return "step" if number == 1 else f"{number} steps"
+
+
 def _scores(result: Result, score: Score | None) -> dict[str, Any]:
     if score is None:
         return {"score": "no episode ended"}
     low, high = score.interval
-    kind = "episodes of the final checkpoint" if score.evaluated else "last training episodes; not evaluated"
+    final = not result.unfinished and result.evaluated_at == result.steps
+    final = "the final checkpoint" if final else f"the checkpoint at step {result.evaluated_at:,}"
+    kind = f"episodes of {final}" if score.evaluated else "last training episodes; not evaluated"
     rows = {"mean return": f"{score.mean:.2f} over {score.episodes} {kind} (95 % interval {low:.2f} to {high:.2f})"}
     if result.evaluation is not None:
         rows["actions"] = "the policy's mode" if result.evaluation["greedy"] else "sampled"

@@ -25,6 +25,7 @@ def make_result(folder, env="ALE/Pong-v5", seed=0, returns=(-21.0, -20.0), evalu
         target.mkdir(parents=True)
         mean = float(np.mean(evaluation))
         summary = {"mean": mean, "episodes": len(evaluation), "mean_interval_95": [mean - 1, mean + 1], "greedy": True}
+        summary["checkpoint_step"] = 1000
         summary |= {"hardware": {"accelerator": "GPU of a test"}, "versions": {"torch": "2"}, "commit": "abcdef012345"}
         summary["config"] = config_to_dict(config)
         (target / "summary.json").write_text(json.dumps(summary))

@@ -22,7 +22,7 @@ from tools.report import (
     score_table,
     update_readme,
 )
-from tools.results import ResultError, collect
+from tools.results import ResultError, card, collect
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,13 +67,15 @@ def test_the_page_needs_nothing_else(sections):
     page = html_page("A <title> & more", sections)
     references = References()
     references.feed(page)
-    kinds = {value[: value.index(",")] for value in references.found}
+    links = {value for value in references.found if value.startswith("#")}
+    assert links == {f"#{place}" for place in re.findall(r'<h2 id="([^"]+)"', page)} and len(links) == len(sections)
+    kinds = {value[: value.index(",")] for value in references.found if value not in links}
     assert kinds == {"data:image/png;base64", "data:image/webp;base64"}
     assert not references.tags & {"script", "link", "iframe", "object", "embed"}
     assert "url(" not in page and "@import" not in page and "http" not in re.sub(r'base64,[^"]+', "", page)
     assert "A &lt;title&gt; &amp; more" in page
     for title in ("Scores", "Learning curves", "By game", "Aggregates", "What the models see", "Settings and runs"):
-        assert f"<h2>{title}</h2>" in page
+        assert f">{title}</h2>" in page
 
 
 def test_a_page_of_four_runs_can_be_sent_by_mail(tmp_path):
@@ -116,8 +118,41 @@ def test_scores_stand_beside_the_published_ones(results):
 
 def test_what_a_reader_must_know_comes_first(sections):
     text = sections[0].text
-    assert text.startswith("9 runs, 1 to 2 seeds each. 8 of 9 played an Atari game for less than the 100,000 steps")
+    assert text.startswith("9 runs, 1 to 2 seeds each. Not finished: 9 of 9 runs. 8 of 9 played an Atari game for less")
     assert "1 of 9 not evaluated" in text
+
+
+def test_a_run_that_is_not_finished_is_marked_wherever_its_score_stands(tmp_path):
+    """A score beside published ones would be taken for one of as many steps."""
+    pytest.importorskip("rliable")
+    make_result(tmp_path / "a", "ALE/Boxing-v5", 3, [1.0], [50.0], JointTrainAgent__SampleMaxSteps=100_000)
+    make_result(tmp_path / "b", "ALE/Pong-v5", 3, [1.0], [10.0], JointTrainAgent__SampleMaxSteps=1000)
+    results = collect([tmp_path])
+    sections = {section.title: section for section in build_sections(results)}
+    assert [row[1] for row in sections["Scores"].tables[0].rows] == ["1,000 of 100,000", "1,000"]
+    mark = "Boxing, seed 3 (1,000 of 100,000 steps)"
+    for text in (sections["Scores"].text, sections["Aggregates"].text):
+        assert f"Not finished: {mark}." in text and "Pong" not in text
+    captions = [picture.caption for picture in sections["What the models see"].pictures]
+    assert all(caption.startswith((mark, "Pong, seed 3: ")) for caption in captions)
+    (tmp_path / "a" / "CARD.md").touch()
+    assert f"[{mark}]" in readme_section(results, tmp_path / "report", tmp_path / "README.md")
+
+
+def test_a_score_of_an_earlier_step_is_said_to_be_one(tmp_path):
+    folder = make_result(tmp_path / "run", "ALE/Boxing-v5", 3, [1.0], [50.0], JointTrainAgent__SampleMaxSteps=2000)
+    (folder / "ckpt" / "step_000002000").mkdir(parents=True)
+    results = collect([tmp_path])
+    assert "Evaluated before their last step: Boxing, seed 3." in build_sections(results)[0].text
+    assert "over 1 episodes of the checkpoint at step 1,000" in card(results[0])
+
+
+def test_one_seed_has_no_picture_of_intervals(tmp_path):
+    pytest.importorskip("rliable")
+    for game in ("Pong", "Boxing"):
+        make_result(tmp_path / game, f"ALE/{game}-v5", 0, [1.0], [10.0])
+    sections = {section.title: section for section in build_sections(collect([tmp_path]))}
+    assert [picture.caption for picture in sections["Aggregates"].pictures] == ["Performance profiles"]
 
 
 def test_aggregates_are_of_the_games_alone(sections):

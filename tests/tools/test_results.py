@@ -188,9 +188,9 @@ def test_a_card_says_what_was_measured_and_what_not(tmp_path):
     text = card(read_result(folder))
     assert "fewer than" not in card(read_result(make_result(tmp_path / "other", "Toy/Catch-v0")))
     for part in (
-        "# Drama on ALE/Boxing-v5, seed 7",
+        "# Drama on ALE/Boxing-v5, seed 7: 1,000 of 105,000 steps",
         "A note.",
-        "75.00 over 2 episodes of the final checkpoint (95 % interval 74.00 to 76.00)",
+        "75.00 over 2 episodes of the checkpoint at step 1,000 (95 % interval 74.00 to 76.00)",
         "| human-normalised | 6.242 (",
         "| paper (5 seeds, 100,000 steps) | 78 |",
         "| evaluation, hardware | GPU of a test |",
