@@ -9,6 +9,7 @@ What can't be built is said in one line, and the package then runs on its refere
 """
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ def main() -> None:
         python_requires=">=3.11",
         install_requires=["torch>=2.11", "numpy>=1.26"],
         packages=find_packages(include=["mamba_ssm", "mamba_ssm.*"]),
+        data_files=source_files(),
         ext_modules=extensions,
         cmdclass=commands,
     )
@@ -42,6 +44,14 @@ def main() -> None:
 def package_version() -> str:
     """`__version__` of mamba_ssm, which is not imported for it: that would need what is about to be installed."""
     return re.search(r'^__version__ = "(.+)"$', (ROOT / "mamba_ssm" / "__init__.py").read_text(), re.MULTILINE)[1]
+
+
+def source_files() -> list[tuple[str, list[str]]]:
+    """Folder below the prefix and its files, for a wheel to hold csrc as an sdist does."""
+    paths = (path.relative_to(ROOT) for path in (ROOT / SOURCES).rglob("*") if path.is_file())
+    files = sorted(paths, key=lambda path: (path.parent, path.name))
+    folders = itertools.groupby(files, lambda path: path.parent)
+    return [(f"share/drama-mamba-ssm/{folder}", [str(path) for path in group]) for folder, group in folders]
 
 
 def native_build() -> tuple[list, dict]:
