@@ -3,7 +3,8 @@
 Letters: B batch, L length, D channels, N state size, H heads, P headdim, G groups.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ def assert_close(out: Tensor, ref: Tensor, tolerance: float, what: str = "output
     error = relative_error(out, ref)
     if not error <= tolerance:
         raise AssertionError(f"{what}: relative error {error:.3e}, allowed {tolerance:.1e}")
+
+
+@contextmanager
+def in_case(case: object) -> Iterator[None]:
+    """An AssertionError within it says of which case it is."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from error
 
 
 def outputs_and_gradients(

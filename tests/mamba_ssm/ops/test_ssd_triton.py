@@ -24,6 +24,7 @@ from mamba_ssm.testing import (
     NoHostSync,
     assert_close,
     compare,
+    in_case,
     outputs_and_gradients,
     relative_error,
     ssd_inputs,
@@ -488,19 +489,20 @@ def test_widths(headdim, state, dtype):
 
 @on_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("headdim", [16, 32, 64, 128])
 @pytest.mark.parametrize("state", [1, 4, 16, 64, 128, 256])
-def test_grid(state, headdim, groups, dtype):
-    """Every length at every width and number of groups; kernels are built once for the lengths. Every other length has
-    its rows strided, and one or two batch rows."""
+def test_grid(state, headdim, dtype, groups):
+    """Every length at every width and number of groups, which is the last to change: kernels are built once for all
+    groups. Every other length has its rows strided, and one or two batch rows."""
     for number, length in enumerate(LENGTHS):
         t = inputs(1 + number % 2, length, dtype, heads=4, headdim=headdim, groups=groups, state=state)
         if number % 2:
             for name in ("x", "B", "C", "z"):
                 t[name] = torch.cat([t[name].detach()] * 2, dim=1)[:, ::2].requires_grad_()
-        check(t, dtype)
+        with in_case(f"length {length}"):
+            check(t, dtype)
 
 
 @on_gpu
