@@ -1,6 +1,7 @@
 """What happens to whole runs: breaks on a GPU, divergence, environments that fail, the user's Ctrl-C."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -235,6 +236,25 @@ def test_training_on_a_full_disk_goes_on_and_its_last_checkpoint_stays(small_dis
     assert steps == list(range(30, 121, 10))
     assert newest_state(folder).step == 120
     assert main(["--resume", str(folder), "--JointTrainAgent.SampleMaxSteps=124"]) == 0
+
+
+def test_a_run_whose_last_step_is_not_saved_says_so_with_its_exit_code(tmp_path, monkeypatch, capsys):
+    """A sweep or a script would take it for finished, and evaluate an older step."""
+    write = CheckpointFolder.write
+
+    def full_at_the_end(folder, step, files):
+        if step == 80:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, step, files)
+
+    monkeypatch.setattr(CheckpointFolder, "write", full_at_the_end)
+    options = ("--JointTrainAgent.SampleMaxSteps=80", "--JointTrainAgent.SaveEverySteps=40")
+    assert main(words(tmp_path, *options)) == 1
+    (folder,) = tmp_path.iterdir()
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("step 80 is not saved (No space left on device): step 40 is saved, go on with --resume")
+    monkeypatch.undo()
+    assert main(["--resume", str(folder)]) == 0 and newest_state(folder).step == 80
 
 
 # ----------------------------------------------------------------------------------------------- environments that fail

@@ -627,7 +627,8 @@ class Run:
         self._old_signals: dict[int, Any] = {}
         self._process = os.getpid()
         self.stop_reason: str | None = None
-        self.exit_code = 0  # of the process: 128 + the number of the signal that stopped the run
+        self._signal_code = 0  # 128 + the number of the signal that stopped the run
+        self._unsaved: str | None = None  # what the newest attempt to save left unsaved, and why
 
     # ------------------------------------------------------------------ beginning and end
 
@@ -695,7 +696,9 @@ class Run:
         lines = [self._score_report(), f"wall time: {duration(self._total_seconds())}"]
         lines.append(f"learning curve: {pictures / 'learning_curve.png'}")
         lines.append(f"reconstructions and open-loop predictions: {pictures}")
-        if self._checkpoints.complete():
+        if self._unsaved is not None:
+            lines.append(f"{self._unsaved}: {self.how_to_go_on()}")
+        elif self._checkpoints.complete():
             lines.append(f"evaluate with: python eval.py {self.folder}")
         return "\n".join(lines)
 
@@ -711,6 +714,11 @@ class Run:
             f"return by step (mean of {window} episodes): {points}\n"
             f"mean return {means[-1]:.3f} over the last {window} of {len(returns)} episodes"
         )
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process: 128 + the number of the signal that stopped the run, else 1 if its last step is not saved."""
+        return self._signal_code or int(self._unsaved is not None)
 
     @property
     def stop_requested(self) -> bool:
@@ -730,7 +738,7 @@ class Run:
         if number == signal.SIGINT and self.stop_requested:
             raise SystemExit(128 + number)
         self.stop(name)
-        self.exit_code = 128 + number
+        self._signal_code = 128 + number
         text = f"\n{name}: this step is finished and saved, then the run ends; Ctrl-C (again) leaves at once\n"
         os.write(2, text.encode())  # print and logging may be in the middle of a line here
 
@@ -822,10 +830,10 @@ class Run:
             files["replay.json"] = json.dumps(manifest).encode()
             folder = self._checkpoints.write(step, files)
         except OSError as error:
-            logger.warning(
-                "step %d is not saved (%s): training goes on, %s", step, error_reason(error), self._last_saved()
-            )
+            self._unsaved = f"step {step} is not saved ({error_reason(error)})"
+            logger.warning("%s: training goes on, %s", self._unsaved, self._last_saved())
             return None
+        self._unsaved = None
         with self._warning_if_full("an old checkpoint's removal"):
             kept = self._checkpoints.prune()
             if replay is not None:
