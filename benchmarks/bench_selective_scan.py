@@ -8,7 +8,7 @@ Figures are medians of at least 20 repeats after warm-up, with the 10th and 90th
 forward + backward with D, z, delta_bias and softplus. On a GPU: launched from Python one call at a time, and ten calls
 captured in a CUDA graph, divided by ten. `floor` is the time for reading every input and writing every output once at
 the bandwidth of a large copy measured in the same run. Published: the best-known public kernels (version 2.3.2), same
-shapes, one H200, launched. Writes benchmarks/results/selective_scan_<device>.json.
+shapes, one H200, launched. Writes benchmarks/results/selective_scan_<device>.json, on a GPU anew after each shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -204,14 +204,15 @@ def bench_memory() -> dict:
     }  # fmt: skip
 
 
-def bench_gpu(repeats: int, profile: bool) -> dict:
+def bench_gpu(repeats: int, profile: bool) -> Iterator[dict]:
+    """What is known, more of it each time."""
     bandwidth = copy_bandwidth()
-    shapes = []
+    result = {"copy_TB_s": round(bandwidth / 1e12, 2), "memory": bench_memory(), "shapes": []}
     for *shape, dtype, forward, both in GPU_SHAPES:
         published = {"forward": forward, "forward_backward": both}
-        shapes.append(bench_shape(tuple(shape), dtype, published, bandwidth, repeats, profile))
-        print_shape(shapes[-1])
-    return {"copy_TB_s": round(bandwidth / 1e12, 2), "shapes": shapes, "memory": bench_memory()}
+        result["shapes"].append(bench_shape(tuple(shape), dtype, published, bandwidth, repeats, profile))
+        print_shape(result["shapes"][-1])
+        yield result
 
 
 def print_shape(result: dict) -> None:
@@ -253,11 +254,12 @@ def main() -> None:
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     result = {"device": name, "torch": torch.__version__, "python": platform.python_version()}
     on_cpu = options.device == "cpu"
-    result |= bench_cpu(options.repeats) if on_cpu else bench_gpu(options.repeats, options.profile)
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"selective_scan_{name.lower().replace(' ', '_')}.json"
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result if options.device == "cpu" else result["memory"], indent=1))
+    for figures in [bench_cpu(options.repeats)] if on_cpu else bench_gpu(options.repeats, options.profile):
+        result |= figures
+        target.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result if on_cpu else result["memory"], indent=1))
     print(f"written: {target}")
 
 
