@@ -142,11 +142,11 @@ def main() -> None:
     check_first()
     name = torch.cuda.get_device_name()
     result = {"device": name, "torch": torch.__version__, "python": platform.python_version(), "shapes": []}
-    for number in options.shapes:
-        result["shapes"].append(bench_shape(*SHAPES[number], options.repeats))
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"ssd_{name.lower().replace(' ', '_')}.json"
-    target.write_text(json.dumps(result, indent=1) + "\n")
+    for number in options.shapes:
+        result["shapes"].append(bench_shape(*SHAPES[number], options.repeats))
+        target.write_text(json.dumps(result, indent=1) + "\n")             # a run that is cut short leaves what it has
     print(f"written: {target}")
     for number in options.shapes if options.profile else ():
         shape = SHAPES[number][0]
