@@ -67,6 +67,16 @@ def test_kernel_keeps_a_strided_low_precision_state():
     check_kernel(arguments, FORWARD_TOLERANCE[torch.bfloat16])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dt, rate", [(1e4, -1e4), (1e4, -1.0), (1e-30, -1e4), (-1e4, -1.0)])
+def test_extreme_steps_leave_no_nan(dt, rate):
+    """A decay of 0 forgets the state, one of 1 keeps it."""
+    arguments = kernel_inputs(2, (4, 5), 3, 1, 1, False, OPTIONAL[:2])
+    arguments[2], arguments[3] = torch.full_like(arguments[2], dt), torch.full_like(arguments[3], rate)
+    check_kernel(arguments, FORWARD_TOLERANCE[torch.float32])
+    assert arguments[0].isfinite().all()
+
+
 def test_kernel_leaves_gradients_and_float64_to_the_reference():
     arguments = kernel_inputs(2, (4,), 5, 1, 1, False, OPTIONAL)
     arguments[1].requires_grad_()

@@ -452,6 +452,15 @@ def test_inner_block_equals_its_judge(norm, norm_before_gate, projection, D_has_
 
 
 @runs
+def test_inner_block_compiles_whole():
+    """Forward and backward, without a break; launched, it is one autograd function instead."""
+    t = inner_block_inputs(norm=True, projection=True)
+    options = {"chunk_size": 16, "ngroups": 2, "headdim": 16, "return_final_states": True}
+    compiled = torch.compile(mamba_split_conv1d_scan_combined, fullgraph=True, backend="aot_eager")
+    compare(compiled, mamba_split_conv1d_scan_combined, t, 1e-5, 2e-5, **options)
+
+
+@runs
 def test_inner_block_refuses_what_does_not_fit():
     t = inner_block_inputs(norm=True, projection=False)
     with pytest.raises(ValueError, match=r"initial_states has shape \(2, 2, 16, 4\), expected \(B, H, P, N\)"):
