@@ -1,11 +1,13 @@
 """One step of Mamba-2 that looks back at all rows of its sequence instead of keeping a state, for short sequences.
 
-With Δ, A and decays as in `recurrent_step`, and row t after rows 0..t-1 of a sequence that started from zero,
+With Δ and A as in `recurrent_step`, and row t after rows 0..t-1 of a sequence that started from zero, l_s is what is
+left of row s in the state:
 
-    h_t = Σ_{s<=t} (Π_{s<r<=t} exp(Δ_r A)) Δ_s x_s B_sᵀ,   so   y_t = D x_t + Σ_{s<=t} (C_t · B_s) (Π ...) Δ_s x_s.
+    l_t = Δ_t,   l_s ← exp(Δ_t A) l_s for s < t,   h_t = Σ_{s<=t} l_s x_s B_sᵀ,
+    y_t = D x_t + Σ_{s<=t} (C_t · B_s) l_s x_s.
 
 A step reads t rows x_s (H, P) where the recurrence reads and writes (H, P, N) in float32: less while t < 4N in
-bfloat16. A row that starts a new sequence has decay 0.
+bfloat16. Nothing is left of rows before one that starts a new sequence.
 
 Letters: B batch, L rows of the pass before the steps, S steps, T either, H heads, P headdim, d_ssm = H · P, G groups,
 N state size, W convolution width, E = d_ssm + 2GN.
@@ -35,8 +37,7 @@ class Rows(NamedTuple):
     """Rows of sequences as later ones read them."""
 
     x_B: Tensor     # (B, T, at least d_ssm + GN), convolved and activated, behind one another
-    dt: Tensor      # (B, T, H), behind softplus and limits, float32 at least
-    decay: Tensor   # (B, T, H), exp(Δ A), or 0 where a sequence starts; like dt
+    left: Tensor    # (B, 2, T, H), float32 at least; step i reads half i mod 2 and writes the other
 
 
 @dataclass
@@ -52,7 +53,7 @@ class KeptRows:
     @property
     def room(self) -> int:
         """S."""
-        return self.stepped.dt.shape[1]
+        return self.stepped.left.shape[2]
 
 
 def keep_rows(
@@ -71,14 +72,18 @@ def keep_rows(
     xBC (B, L, E) and inputs (B, E, L): behind and before convolution and activation; dt (B, L, H) as in_proj gives it;
     conv_weight (E, W); dt_bias, A_log (H); seq_idx (B, L) integers, rows of different index don't see each other."""
     xBC, inputs, dt, conv_weight = (tensor.detach() for tensor in (xBC, inputs, dt, conv_weight))
-    window = causal_conv1d_window(inputs, conv_weight.shape[1], seq_idx).transpose(1, 2)  # (B, W, E)
+    window = causal_conv1d_window(inputs, conv_weight.shape[1], seq_idx).transpose(1, 2).contiguous()    # (B, W, E)
     dt = _step_sizes(dt, dt_bias.detach(), dt_limit)
     decay = torch.exp(dt * negative_exponential(A_log.detach()))
     if seq_idx is not None:
         decay = decay.masked_fill(sequence_starts(seq_idx).unsqueeze(-1), 0.0)
-    passed = Rows(xBC if xBC.stride(2) == 1 else xBC.contiguous(), dt.contiguous(), decay.contiguous())
-    stepped = Rows(*(rows.new_empty(rows.shape[0], num_steps, rows.shape[2]) for rows in passed))
-    return KeptRows(passed, stepped, window.contiguous(), conv_weight.t().contiguous())
+    later = F.pad(decay[:, 1:], (0, 0, 0, 1), value=1.0)                                  # decay of the row behind
+    left = dt * later.flip(1).cumprod(1).flip(1)
+    left = torch.stack([left, torch.empty_like(left)], dim=1)
+    passed = Rows(xBC if xBC.stride(2) == 1 else xBC.contiguous(), left)
+    batch, _, heads = dt.shape
+    stepped = Rows(xBC.new_empty(batch, num_steps, xBC.shape[2]), left.new_empty(batch, 2, num_steps, heads))
+    return KeptRows(passed, stepped, window, conv_weight.t().contiguous())
 
 
 def mamba2_dual_step(
@@ -120,18 +125,20 @@ def _dual_step_reference(
     order = [(kept.count + 1 + k) % width for k in range(width)]                          # oldest input first
     xBC = (kept.window[:, order].to(wide) * kept.taps).sum(1) + (0.0 if conv_bias is None else conv_bias)
     dt = _step_sizes(dt, dt_bias, dt_limit)
-    row = Rows(F.silu(xBC), dt, torch.exp(dt * negative_exponential(A_log)))              # (B, .) each
-    rows = []
-    for passed, stepped, new in zip(kept.passed, kept.stepped, row, strict=True):
-        before = torch.cat([passed[..., :channels], stepped[:, : kept.count]], dim=1)
-        rows.append(torch.cat([before.to(wide), new.unsqueeze(1)], dim=1))                # (B, t+1, .)
-        stepped[:, kept.count] = new
-    x, B, C = rows[0].split([d_ssm, ngroups * size, ngroups * size], dim=-1)
+    decay = torch.exp(dt * negative_exponential(A_log))                                   # (B, H)
+    now, then = kept.count % 2, 1 - kept.count % 2
+    kept.stepped.left[:, then, kept.count] = dt
+    for rows, rows_there in ((kept.passed, kept.passed.left.shape[2]), (kept.stepped, kept.count)):
+        rows.left[:, then, :rows_there] = rows.left[:, now, :rows_there] * decay.unsqueeze(1)
+    left = torch.cat([kept.passed.left[:, then], kept.stepped.left[:, then, : kept.count + 1]], dim=1)
+    before = [kept.passed.x_B[..., :channels], kept.stepped.x_B[:, : kept.count]]
+    newest = F.silu(xBC).unsqueeze(1)
+    x_B = torch.cat([*(rows.to(wide) for rows in before), newest], dim=1)                 # (B, t+1, E)
+    kept.stepped.x_B[:, kept.count] = newest.squeeze(1)
+    x, B, C = x_B.split([d_ssm, ngroups * size, ngroups * size], dim=-1)
     x = x.unflatten(-1, (heads, -1))                                                      # (B, t+1, H, P)
     B, C = (rows.unflatten(-1, (ngroups, size)).repeat_interleave(heads // ngroups, dim=2) for rows in (B, C))
-    later = F.pad(rows[2][:, 1:], (0, 0, 0, 1), value=1.0)                                # decay of the row behind
-    reach = later.flip(1).cumprod(1).flip(1)                                              # (B, t+1, H)
-    weight = (B * C[:, -1:]).sum(-1) * reach * rows[1]
+    weight = (B * C[:, -1:]).sum(-1) * left
     y = (weight.unsqueeze(-1) * x).sum(1) + x[:, -1] * (D if D.dim() == 2 else D[:, None])
     y = y.flatten(1)
     if norm_weight is None:
@@ -157,7 +164,7 @@ def _check(zxbcdt, kept, conv_bias, dt_bias, A_log, D, ngroups, norm_weight) -> 
     if kept.count >= kept.room:
         raise ValueError(f"{name}: the rows were kept for {kept.room} steps, expected none after the last of them")
     batch, _, channels = kept.window.shape
-    heads = kept.stepped.dt.shape[2]
+    heads = kept.stepped.left.shape[3]
     d_ssm = zxbcdt.shape[-1] - channels - heads
     check_shape(name, "zxbcdt", zxbcdt, "(B, 2 d_ssm + 2GN + H)", (batch, None))
     if d_ssm < heads or d_ssm % heads or channels <= d_ssm or heads % ngroups or (channels - d_ssm) % (2 * ngroups):

@@ -1,7 +1,9 @@
 """The kernel of `dual_step`; the mathematics stands there.
 
-A program is a group of a batch row, since the norm runs over a group's channels; it walks back from the newest row to
-the first, with the product of the decays so far.
+A program is a group of a batch row, since the norm runs over a group's channels. It reads some rows at a
+time, the first of them before anything else, since what takes time is the way from memory; these alone are to stay in
+the cache until the next step, which does not hold all. On an H200, B1024 H16 P64 N16, 16 steps of two layers behind 8
+rows: 16.7 us a step; 18.3 where all rows are cached alike, 23.0 with rows read one after the other.
 
 Letters: B batch, L rows of the pass, S steps, H heads, P headdim, G groups, N state size, W convolution width, E
 columns of (x, B, C). Tiles are (heads of a group, P).
@@ -20,6 +22,7 @@ Tensor = torch.Tensor
 
 CHANNELS_OF_THREAD = 8                                               # 16 bytes of a bfloat16 row
 ROWS_AT_ONCE = 4                                                     # rows whose loads are on their way at once
+REGISTERS = 64                                                       # of a thread: all programs of B1024 fit on an H200
 MOST_WARPS = 8
 MOST_CHANNELS = 4096                                                 # of a group: what the registers of a program hold
 NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
@@ -47,14 +50,45 @@ def _convolved(
     return silu(out)
 
 
+@triton.jit
+def _rows(
+    rows_ptr, left_ptr, stride, first, end, channel, live, b_column, n_live, head, head_live, H: tl.constexpr,
+    ROWS: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Of rows first .. first + ROWS - 1 < end: x (heads, ROWS, P), B (ROWS, N), what is left (heads, ROWS)."""
+    row = first + tl.arange(0, ROWS)
+    there = row < end
+    x = tl.load(
+        rows_ptr + (row[None, :, None] * stride + channel[:, None, :]),
+        mask=there[None, :, None] & live[:, None, :], other=0.0, eviction_policy=CACHE,
+    )  # fmt: skip
+    B = tl.load(
+        rows_ptr + (row[:, None] * stride + b_column[None, :]), mask=there[:, None] & n_live[None, :], other=0.0
+    )
+    left = tl.load(
+        left_ptr + (row[None, :] * H + head[:, None]), mask=there[None, :] & head_live[:, None], other=0.0
+    )
+    return x, B, left
+
+
+@triton.jit
+def _weighed(x, B, left, C, decay, left_ptr, first, end, head, head_live, H: tl.constexpr, ROWS: tl.constexpr):
+    """What these rows add to y (heads, P); what is left of them decays into left_ptr."""
+    row = first + tl.arange(0, ROWS)
+    left *= decay[:, None]
+    tl.store(left_ptr + (row[None, :] * H + head[:, None]), left, mask=(row < end)[None, :] & head_live[:, None])
+    weight = left * tl.sum(C[None, :] * B.to(tl.float32), axis=1)[None, :]
+    return tl.sum(weight[:, :, None] * x.to(tl.float32), axis=1)
+
+
 @triton.jit(do_not_specialize=["count", "length"])
 def _dual_step_kernel(
-    zxbcdt_ptr, passed_ptr, passed_dt_ptr, passed_decay_ptr, stepped_ptr, stepped_dt_ptr, stepped_decay_ptr,
-    window_ptr, weight_ptr, bias_ptr, dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, out_ptr,
+    zxbcdt_ptr, passed_ptr, passed_left_ptr, stepped_ptr, stepped_left_ptr, window_ptr, weight_ptr, bias_ptr,
+    dt_bias_ptr, A_log_ptr, D_ptr, norm_weight_ptr, out_ptr,
     count, length, room, stride_z, stride_passed_b, stride_passed, stride_stepped, eps, dt_min, dt_max,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     HAS_BIAS: tl.constexpr, D_OF_CHANNEL: tl.constexpr, LIMITED: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = H // G
     E: tl.constexpr = H * P + 2 * G * N
@@ -64,48 +98,54 @@ def _dual_step_kernel(
     channel = head[:, None] * P + p[None, :]                                               # (heads, P)
     live = head_live[:, None] & (p < P)[None, :]
     b_column = H * P + group * N + n
+    half = count % 2
     zxbcdt_ptr += b * stride_z
-    passed_ptr += b * stride_passed_b
-    passed_dt_ptr += b * length * H
-    passed_decay_ptr += b * length * H
-    stepped_ptr += b * room * stride_stepped
-    stepped_dt_ptr += b * room * H
-    stepped_decay_ptr += b * room * H
-    window_ptr += b * W * E
     inputs_ptr = zxbcdt_ptr + H * P
+    passed_ptr += b * stride_passed_b
+    passed_left_ptr += (2 * b + half) * length * H
+    passed_then_ptr = passed_left_ptr + (1 - 2 * half) * length * H
+    stepped_ptr += b * room * stride_stepped
+    stepped_left_ptr += (2 * b + half) * room * H
+    stepped_then_ptr = stepped_left_ptr + (1 - 2 * half) * room * H
+    window_ptr += b * W * E
 
-    B = _convolved(b_column, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
-    C = _convolved(b_column + G * N, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
-    x = _convolved(channel, live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
+    # On their way while B, C and the decays are computed.
+    x_rows, B_rows, left = _rows(
+        passed_ptr, passed_left_ptr, stride_passed, 0, length, channel, live, b_column, n_live, head, head_live, H,
+        ROWS, "",
+    )  # fmt: skip
     dt = softplus(_load(inputs_ptr + E, head, head_live) + _load(dt_bias_ptr, head, head_live))
     if LIMITED:
         dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
     decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, head_live)))
+    B = _convolved(b_column, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
+    C = _convolved(b_column + G * N, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
     newest = stepped_ptr + count * stride_stepped
-    tl.store(newest + channel, x.to(stepped_ptr.dtype.element_ty), mask=live)
     tl.store(newest + b_column, B.to(stepped_ptr.dtype.element_ty), mask=n_live)
-    tl.store(stepped_dt_ptr + count * H + head, dt, mask=head_live)
-    tl.store(stepped_decay_ptr + count * H + head, decay, mask=head_live)
+    tl.store(stepped_then_ptr + count * H + head, dt, mask=head_live)
+    weight = dt * tl.sum(C * B, axis=0)
 
-    y = (dt * tl.sum(C * B, axis=0))[:, None] * x
+    y = _weighed(x_rows, B_rows, left, C, decay, passed_then_ptr, 0, length, head, head_live, H, ROWS)
+    for first in range(ROWS, length, ROWS):
+        x_rows, B_rows, left = _rows(
+            passed_ptr, passed_left_ptr, stride_passed, first, length, channel, live, b_column, n_live, head,
+            head_live, H, ROWS, "evict_first",
+        )  # fmt: skip
+        y += _weighed(x_rows, B_rows, left, C, decay, passed_then_ptr, first, length, head, head_live, H, ROWS)
+    for first in range(0, count, ROWS):
+        x_rows, B_rows, left = _rows(
+            stepped_ptr, stepped_left_ptr, stride_stepped, first, count, channel, live, b_column, n_live, head,
+            head_live, H, ROWS, "evict_first",
+        )  # fmt: skip
+        y += _weighed(x_rows, B_rows, left, C, decay, stepped_then_ptr, first, count, head, head_live, H, ROWS)
+
+    # Behind the loops, which need the registers.
+    x = _convolved(channel, live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
+    tl.store(newest + channel, x.to(stepped_ptr.dtype.element_ty), mask=live)
     if D_OF_CHANNEL:
-        y += x * _load(D_ptr, channel, live)
+        y += x * (weight[:, None] + _load(D_ptr, channel, live))
     else:
-        y += x * _load(D_ptr, head, head_live)[:, None]
-    for block in range(tl.cdiv(length + count, UNROLL)):
-        for i in tl.static_range(UNROLL):
-            row = length + count - 1 - block * UNROLL - i                                  # of the pass if < length
-            there = row >= 0
-            cell, at = passed_ptr + row * stride_passed, row * H + head
-            dt_cell, decay_cell = passed_dt_ptr + at, passed_decay_ptr + at
-            if row >= length:
-                cell = stepped_ptr + (row - length) * stride_stepped
-                dt_cell, decay_cell = stepped_dt_ptr + (at - length * H), stepped_decay_ptr + (at - length * H)
-            weight = decay * tl.load(dt_cell, mask=head_live & there, other=0.0)
-            weight *= tl.sum(C * _load(cell, b_column, n_live & there), axis=0)
-            y += weight[:, None] * _load(cell, channel, live & there)
-            decay *= tl.load(decay_cell, mask=head_live & there, other=1.0)
-
+        y += x * (weight + _load(D_ptr, head, head_live))[:, None]
     gate = silu(_load(zxbcdt_ptr, channel, live))
     if NORM == 1:
         y *= gate
@@ -135,14 +175,16 @@ def mamba2_dual_step(
     if batch == 0:
         return out
     dense = (None if tensor is None else tensor.contiguous() for tensor in (conv_bias, dt_bias, A_log, D, norm_weight))
+    warps = max(1, min(MOST_WARPS, block_h * block_p // (32 * CHANNELS_OF_THREAD)))
+    narrow = kept.passed.x_B.itemsize == 2 and block_h * block_p <= 32 * warps * CHANNELS_OF_THREAD
     _dual_step_kernel[(batch, ngroups)](
         zxbcdt, *kept.passed, *kept.stepped, kept.window, kept.taps, *dense, out,
-        kept.count, kept.passed.dt.shape[1], kept.room, zxbcdt.stride(0), *kept.passed.x_B.stride()[:2],
+        kept.count, kept.passed.left.shape[2], kept.room, zxbcdt.stride(0), *kept.passed.x_B.stride()[:2],
         kept.stepped.x_B.stride(1), norm_eps, float(dt_limit[0]), float(dt_limit[1]),
         H=heads, P=d_ssm // heads, G=ngroups, N=(channels - d_ssm) // (2 * ngroups), W=width,
         HAS_BIAS=conv_bias is not None, D_OF_CHANNEL=D.dim() == 2, LIMITED=tuple(dt_limit) != (0.0, float("inf")),
         NORM=norm, BLOCK_H=block_h, BLOCK_P=block_p, BLOCK_N=next_power_of_two((channels - d_ssm) // (2 * ngroups)),
-        UNROLL=ROWS_AT_ONCE, num_warps=max(1, min(MOST_WARPS, block_h * block_p // (32 * CHANNELS_OF_THREAD))),
+        ROWS=ROWS_AT_ONCE, num_warps=warps, maxnreg=REGISTERS if narrow else None,
     )  # fmt: skip
     return out
 
@@ -153,7 +195,7 @@ def _why_not(zxbcdt, kept, dt_bias, ngroups) -> str | None:
     d_ssm = zxbcdt.shape[1] - kept.window.shape[2] - dt_bias.shape[0]
     if d_ssm // ngroups > MOST_CHANNELS:
         return f"the kernel takes groups of at most {MOST_CHANNELS} channels"
-    dense = (*kept.passed[1:], *kept.stepped, kept.window, kept.taps)
+    dense = (kept.passed.left, *kept.stepped, kept.window, kept.taps)
     if zxbcdt.stride(1) != 1 or kept.passed.x_B.stride(2) != 1 or not all(tensor.is_contiguous() for tensor in dense):
         return "the kernel takes rows without gaps"
     return None
