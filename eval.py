@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,13 +195,19 @@ def load(path: str | Path, device: str = "auto", greedy: bool = True) -> tuple[W
     return world_model, build_actor(config, world_model, agent, greedy)
 
 
-def evaluation_folder(saved: SavedModel) -> Path:
-    """RUN/eval/<checkpoint>; beside a file that travels alone `eval`, with its name if that is not model.pt."""
+def evaluation_folder(saved: SavedModel, env: str) -> Path:
+    """RUN/eval/<checkpoint>; beside a file that travels alone `eval`, with its name if that is not model.pt.
+
+    Below it `in_<env>` for another environment than the trained one: that is not what the run's score is read from.
+    """
     path = saved.path.resolve()
     checkpoint = path.parent
     if checkpoint.parent.name == "ckpt":
-        return checkpoint.parent.parent / "eval" / checkpoint.name
-    return checkpoint / "eval" if path.name == "model.pt" else checkpoint / "eval" / path.stem
+        folder = checkpoint.parent.parent / "eval" / checkpoint.name
+    else:
+        folder = checkpoint / "eval" if path.name == "model.pt" else checkpoint / "eval" / path.stem
+    trained = config_from_older(saved.config).BasicSettings.Env_name
+    return folder if env == trained else folder / f"in_{re.sub(r'[^A-Za-z0-9]+', '-', env)}"
 
 
 def tables_of(evaluation: Evaluation, config: Config, step: int, device: torch.device) -> dict[str, bytes]:
@@ -323,7 +330,7 @@ def run_evaluation(saved: SavedModel, config: Config, device: torch.device) -> N
         evaluation = evaluate(world_model, agent, config, seed=saved.step)
         dreams = imagined_frames(world_model, agent, config, evaluation, seed=saved.step)
     print_table(evaluation)
-    folder = evaluation_folder(saved)
+    folder = evaluation_folder(saved, config.BasicSettings.Env_name)
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in tables_of(evaluation, config, saved.step, device).items():
         write_atomic(folder / name, data)

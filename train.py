@@ -62,6 +62,7 @@ PICTURE_SEQUENCES, PICTURE_FINAL_FRAMES = 4, 16
 FIXED_KEYS = (
     "BasicSettings.Env_name",
     "JointTrainAgent.NumEnvs",
+    "JointTrainAgent.BufferMaxLength",
     "JointTrainAgent.RealityContextLength",
     "Models.WorldModel.Backbone",
     "Models.WorldModel.Optimiser",
@@ -318,11 +319,15 @@ def refuse_changes(before: Config, now: Config) -> None:
 
 def check_start(config: Config) -> None:
     """Find what would stop a new run at once, before its folder is made."""
-    make_env(config.BasicSettings.Env_name, config, config.BasicSettings.Seed).close()
+    env = make_env(config.BasicSettings.Env_name, config, config.BasicSettings.Seed)
+    env.close()
     check_kernels(config)
     check_trackers(config)
     if config.BasicSettings.SavePath is not None:
-        read_model(config.BasicSettings.SavePath)
+        device = torch.device("cpu")
+        world_model = build_world_model(config, env.action_space, device)
+        agent = build_agent(config, world_model.feature_dim, env.action_space, device)
+        with_critics(read_model(config.BasicSettings.SavePath), agent).load_into(world_model, agent)
 
 
 def debug_batch(path: str, given: Mapping[str, Any]) -> None:

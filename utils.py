@@ -95,7 +95,7 @@ def _naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
@@ -128,7 +128,11 @@ _FIELDS = dict(walk_keys())                                             # {dotte
 _PARTS = {part for dotted in _FIELDS for part in dotted.split(".")}
 
 
-def _unknown(name: str) -> ConfigError:
+class UnknownKey(ConfigError):
+    """A name that the schema does not have."""
+
+
+def _unknown(name: str) -> UnknownKey:
     """An error that names the known key nearest to `name`: by its last part, then by the whole."""
 
     def likeness(known: str) -> float:
@@ -136,7 +140,7 @@ def _unknown(name: str) -> ConfigError:
         last = difflib.SequenceMatcher(None, name.lower().split(".")[-1], known.lower().split(".")[-1]).ratio()
         return 2 * last + whole
 
-    return ConfigError(f"{name}: unknown key; the nearest known one is {max(_FIELDS, key=likeness)}")
+    return UnknownKey(f"{name}: unknown key; the nearest known one is {max(_FIELDS, key=likeness)}")
 
 
 def _section_hint(section: str) -> str:
@@ -341,7 +345,13 @@ def _unknown_word(name: str) -> ConfigError:
 
 def _with_added_keys(path: Path) -> dict[str, Any]:
     """The keys of a run's own configuration; those that were added since take their defaults, which is told."""
-    own, defaults = _read_layer(path), default_values()
+    try:
+        own, defaults = _read_layer(path), default_values()
+    except UnknownKey as error:
+        raise ConfigError(
+            f"{error}. A run whose configuration has a key that was removed goes on with the version that wrote it: "
+            "origin.json beside it names the commit"
+        ) from None
     added = [f"{dotted} {value}" for dotted, value in defaults.items() if dotted not in own]
     if added:
         logger.warning("%s lacks keys that were added since; they take their defaults: %s", path, ", ".join(added))

@@ -18,6 +18,7 @@ from eval import Episode, Evaluation, build_from, episode_quotas, evaluate, imag
 from sub_models.world_models import build_world_model
 from tests.test_train import run_training
 from tools.checkpoints import read_model
+from tools.results import read_result
 from tools.run import read_metrics
 from utils import config_from_dict, override_config
 
@@ -251,6 +252,16 @@ def test_faults_are_one_line(arguments, code, text, capsys):
     assert main(arguments) == code
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and error[0].startswith("error: ") and text in error[0]
+
+
+def test_episodes_of_another_environment_are_not_taken_for_the_runs_score(tmp_path):
+    folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 40)
+    few = ["--Evaluate.EpisodeNum", "1", "--Evaluate.SaveVideo", "false"]
+    assert main([str(folder), *few, "--BasicSettings.Env_name", "Toy/Recall-v0"]) == 0
+    assert (folder / "eval" / "step_000000040" / "in_Toy-Recall-v0" / "summary.json").is_file()
+    assert read_result(folder).evaluation is None
+    assert main([str(folder), *few]) == 0
+    assert read_result(folder).evaluation["env"] == "Toy/Catch-v0"
 
 
 def test_other_actions_are_refused(run_folder, capsys):

@@ -401,6 +401,7 @@ def test_a_checkpoint_of_another_architecture_names_the_keys(tmp_path, capsys):
     assert main(words(tmp_path, "--BasicSettings.SavePath", folder, "--Models.WorldModel.HiddenStateDim", 32)) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "another architecture" in error and "of another shape: sequence_model.layers.0" in error
+    assert list(tmp_path.iterdir()) == [folder]  # no folder of a run that never began
 
 
 @pytest.mark.parametrize(

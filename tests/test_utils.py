@@ -285,6 +285,13 @@ def test_an_earlier_versions_configuration_takes_new_keys_from_the_defaults():
         config_from_older({"Removed": 1})
 
 
+def test_a_run_with_a_key_that_was_removed_names_the_version_to_go_on_with(tmp_path):
+    text = config_to_yaml(load_config([], "train.py").config)
+    (tmp_path / "config.yaml").write_text(text.replace("  Tau: ", "  Warmth: 1\n  Tau: "))
+    with pytest.raises(ConfigError, match=r"Warmth: unknown key; .*origin\.json beside it names the commit"):
+        load_config(["--resume", str(tmp_path)], "train.py")
+
+
 def test_a_run_of_an_earlier_version_goes_on_and_says_what_was_added(tmp_path, caplog):
     """A new key would make every run that is under way unresumable."""
     tree = config_to_dict(override_config(load(), {"JointTrainAgent.Tau": 3}))
