@@ -15,7 +15,9 @@ from mamba_ssm.ops.triton.launch import ceil_div, define, next_power_of_two
 Tensor = torch.Tensor
 
 TILE = 1024  # elements of the returns that a program holds
-MOST_NUMBERS = 2**15  # that one program holds: 32 in each of 1,024 threads
+WARPS = 16  # of a program of the quantiles
+MOST_NUMBERS = 2**15  # that one program holds: 64 in each of 512 threads
+DEAD = tl.constexpr(2147483647)  # the greatest key
 
 
 @triton.jit
@@ -78,19 +80,20 @@ def _masked_quantiles_kernel(x_ptr, weight_ptr, quantile_ptr, out_ptr, count, BL
     alive = tl.load(weight_ptr + at, mask=at < count, other=0.0) > 0.0
     bits = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    key = tl.where(alive, key, DEAD)
     num_alive = tl.sum(alive.to(tl.int32))
     last = tl.maximum(num_alive - 1, 0)
     position = tl.load(quantile_ptr + tl.program_id(0)) * last.to(tl.float32)
     rank = tl.floor(position).to(tl.int32)
     # The greatest key that at most `rank` keys are less than is that of the rank.
-    below_zero = tl.sum((alive & (key < 0)).to(tl.int32))
+    below_zero = tl.sum((key < 0).to(tl.int32))
     found = tl.where(below_zero <= rank, 0, -2147483648)
     for i in range(31):
         candidate = found + (1 << (30 - i))
-        below = tl.sum((alive & (key < candidate)).to(tl.int32))
+        below = tl.sum((key < candidate).to(tl.int32))
         found = tl.where(below <= rank, candidate, found)
-    up_to = tl.sum((alive & (key <= found)).to(tl.int32))
-    next_key = tl.min(tl.where(alive & (key > found), key, 2147483647))
+    up_to = tl.sum((key <= found).to(tl.int32))
+    next_key = tl.min(tl.where(key > found, key, DEAD))
     following = tl.where(up_to > tl.minimum(rank + 1, last), found, next_key)
     low = _float_of(found)
     quantile = low + (position - rank.to(tl.float32)) * (_float_of(following) - low)
@@ -101,7 +104,7 @@ def _launch_masked_quantiles(x: Tensor, weight: Tensor, quantiles: Tensor) -> Te
     out = torch.empty_like(quantiles)
     block = max(128, next_power_of_two(max(1, x.numel())))
     _masked_quantiles_kernel[(len(quantiles),)](
-        x.contiguous(), weight.contiguous(), quantiles, out, x.numel(), BLOCK=block, num_warps=min(32, block // 128)
+        x.contiguous(), weight.contiguous(), quantiles, out, x.numel(), BLOCK=block, num_warps=min(WARPS, block // 128)
     )
     return out
 

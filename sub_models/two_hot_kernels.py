@@ -24,16 +24,16 @@ MULTIPLE = 8  # bfloat16 numbers in 16 bytes
 
 @triton.jit
 def _rows(
-    logits_ptr, rows, T, stride_b, stride_t, N: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr,
+    logits_ptr, rows, stride_b, stride_t, T: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Row numbers (R), bins (N), which cells are in memory, and the logits (R, N), -inf where there is none."""
-    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.arange(0, BLOCK_N)
     inside = (row < rows)[:, None] & (n < W)[None, :]
-    start = (row // T) * stride_b + (row % T) * stride_t
+    start = (row // T).to(tl.int64) * stride_b + (row % T).to(tl.int64) * stride_t
     logits = tl.load(logits_ptr + start[:, None] + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    return row, n, inside, tl.where((n < N)[None, :], logits, -float("inf"))
+    return row.to(tl.int64), n, inside, tl.where((n < N)[None, :], logits, -float("inf"))
 
 
 @triton.jit
@@ -55,10 +55,10 @@ def _codes(target_ptr, row, n, rows, low, high, N: tl.constexpr, Q: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows"])
 def _loss_kernel(
-    logits_ptr, target_ptr, loss_ptr, norm_ptr, rows, T, stride_b, stride_t, low, high,
-    N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    logits_ptr, target_ptr, loss_ptr, norm_ptr, rows, stride_b, stride_t, low, high,
+    T: tl.constexpr, N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, W, BLOCK_R, BLOCK_N)
+    row, n, _, logits = _rows(logits_ptr, rows, stride_b, stride_t, T, N, W, BLOCK_R, BLOCK_N)
     greatest = tl.max(logits, axis=1)
     norm = greatest + tl.log(tl.sum(tl.exp(logits - greatest[:, None]), axis=1))
     codes = _codes(target_ptr, row, n, rows, low, high, N, Q)
@@ -69,10 +69,11 @@ def _loss_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _loss_backward_kernel(
-    grad_ptr, logits_ptr, target_ptr, norm_ptr, out_ptr, rows, T, stride_b, stride_t, low, high,
-    ROW: tl.constexpr, N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad_ptr, logits_ptr, target_ptr, norm_ptr, out_ptr, rows, stride_b, stride_t, low, high,
+    ROW: tl.constexpr, T: tl.constexpr, N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, W, BLOCK_R, BLOCK_N)
+    row, n, _, logits = _rows(logits_ptr, rows, stride_b, stride_t, T, N, W, BLOCK_R, BLOCK_N)
     norm = tl.load(norm_ptr + row, mask=row < rows, other=0.0)
     grad = tl.load(grad_ptr + row, mask=row < rows, other=0.0)
     codes = _codes(target_ptr, row, n, rows, low, high, N, Q)
@@ -83,10 +84,10 @@ def _loss_backward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _decode_kernel(
-    logits_ptr, bins_ptr, out_ptr, rows, T, stride_b, stride_t,
-    N: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    logits_ptr, bins_ptr, out_ptr, rows, stride_b, stride_t,
+    T: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, n, _, logits = _rows(logits_ptr, rows, T, stride_b, stride_t, N, W, BLOCK_R, BLOCK_N)
+    row, n, _, logits = _rows(logits_ptr, rows, stride_b, stride_t, T, N, W, BLOCK_R, BLOCK_N)
     weight = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     bins = tl.load(bins_ptr + n, mask=n < N, other=0.0)
     mean = tl.sum(weight * bins[None, :], axis=1) / tl.sum(weight, axis=1)
@@ -98,8 +99,8 @@ def _options(logits: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """Programs, the arguments that say where rows lie, and sizes of a block."""
     (batch, length, bins), block_n = logits.shape, next_power_of_two(logits.shape[2])
     block_r = max(1, TILE // block_n)
-    where = (batch * length, length, logits.stride(0), logits.stride(1))
-    sizes = {"N": bins, "W": _readable_width(logits), "BLOCK_R": block_r, "BLOCK_N": block_n}
+    where = (batch * length, logits.stride(0), logits.stride(1))
+    sizes = {"T": length, "N": bins, "W": _readable_width(logits), "BLOCK_R": block_r, "BLOCK_N": block_n}
     return ceil_div(batch * length, block_r), where, sizes
 
 
