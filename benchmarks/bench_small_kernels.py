@@ -8,13 +8,16 @@ configuration: d_model 512, d_inner 1024, N 16, W 4, bfloat16 rows and windows o
 float32 states and parameters. Figures are medians of at least 20 repeats after warm-up, with the 10th and 90th
 percentile: launched from Python one call at a time, and ten calls captured in a CUDA graph, divided by ten. `floor` is
 the time for reading every input and writing every output once at the bandwidth of a large copy measured in the same
-run. Every output is compared with the reference in float64 first. Writes
+run. Every output is compared with the reference in float64 first. Mamba-2's imagined step is there in both forms: it
+moves a float32 state, or looks back at kept rows, as the first, eighth and last of 16 steps behind 8 rows do; calls of
+the latter take turns between two layers, so that none finds its rows in the cache. Writes
 benchmarks/results/small_kernels_<device>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
@@ -30,6 +33,7 @@ from bench_selective_scan import CALLS_IN_GRAPH, RESULTS, copy_bandwidth, device
 from mamba_ssm.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from mamba_ssm.ops.tiers import explain, use_tier
 from mamba_ssm.ops.triton import recurrent_step_kernels
+from mamba_ssm.ops.triton.dual_step import KeptRows, Rows, mamba2_dual_step
 from mamba_ssm.ops.triton.k_activations import swiglu
 from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
 from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
@@ -40,12 +44,14 @@ from mamba_ssm.testing import assert_close, to_float64
 Tensor = torch.Tensor
 HEADS, HEADDIM, STATE, WIDTH, D_MODEL, D_INNER, RANK = 16, 64, 16, 4, 512, 1024, 32
 BATCH, ROWS = 16, 16 * 128                                           # of a world-model update
+CONTEXT, IMAGINED = 8, (0, 7, 15)                                    # rows before imagined steps; steps before one
 BLOCKS = [(2048, 4, 64), (4096, 4, None), (4096, 8, 64), (8192, 8, 80), (16384, 8, None), (16384, 8, 128)]
 TOLERANCE = 6e-3                                                     # bfloat16 rows
 
 
 class Case(NamedTuple):
-    """An operator with its arguments by position; `changed` are those that it overwrites, read and written."""
+    """An operator with its arguments by position; `changed` are those that it overwrites, read and written. Calls take
+    turns between them and `others`, arguments of the same shapes."""
 
     name: str
     operator: str
@@ -53,6 +59,7 @@ class Case(NamedTuple):
     arguments: tuple
     differentiated: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    others: tuple[tuple, ...] = ()
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -86,6 +93,26 @@ def step_cases(batch: int, state_dtype: torch.dtype = torch.float32) -> list[Cas
         Case(f"selective_state_update {label}", "selective_state_update", selective_state_update, update, changed=(0,)),
         Case(f"causal_conv1d_update {label}", "causal_conv1d_update", causal_conv1d_update, convolution, changed=(1,)),
     ]  # fmt: skip
+
+
+def dual_step_case(batch: int, steps_before: int) -> Case:
+    """Mamba-2's step on kept rows, of which there are no more than it reads and writes: their sizes are its bytes."""
+    channels = D_INNER + 2 * STATE
+    parameters = (parameter(channels), *(parameter(HEADS) for _ in range(3)), 1, parameter(D_INNER))
+
+    def layer() -> tuple:
+        kept = [
+            (draw(batch, rows, channels), parameter(batch, 2, rows, HEADS)) for rows in (CONTEXT, steps_before + 1)
+        ]
+        row, window = draw(batch, 2 * D_INNER + 2 * STATE + HEADS), draw(batch, WIDTH, channels)
+        return (row, *kept[0], *kept[1], window, parameter(WIDTH, channels), *parameters)
+
+    def step(row, passed_x_B, passed_left, stepped_x_B, stepped_left, window, taps, *rest) -> Tensor:
+        passed, stepped = Rows(passed_x_B, passed_left), Rows(stepped_x_B, stepped_left)
+        return mamba2_dual_step(row, KeptRows(passed, stepped, window, taps, steps_before), *rest)
+
+    name = f"mamba2_dual_step B{batch}, row {CONTEXT + steps_before + 1}"
+    return Case(name, "mamba2_dual_step", step, layer(), others=(layer(),))
 
 
 def row_cases() -> list[Case]:
@@ -124,9 +151,11 @@ def outputs(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
 def passes(case: Case) -> dict[str, Callable[[], object]]:
     """The forward pass alone, and forward + backward where something is differentiated."""
 
+    turns = itertools.cycle((case.arguments, *case.others))
+
     @torch.no_grad()
     def forward():
-        return case.function(*case.arguments)
+        return case.function(*next(turns))
 
     def forward_backward():
         found = outputs(case.function(*case.arguments))
@@ -207,7 +236,8 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth, name = copy_bandwidth(), torch.cuda.get_device_name()
     bf16_states = [case for case in step_cases(1024, torch.bfloat16) if "update" not in case.operator]
-    cases = [*step_cases(1024), *bf16_states, *step_cases(1), *row_cases()]
+    dual_steps = [dual_step_case(1024, steps_before) for steps_before in IMAGINED]
+    cases = [*step_cases(1024), *dual_steps, *bf16_states, *step_cases(1), *row_cases()]
     result = {
         "device": name, "torch": torch.__version__, "python": platform.python_version(),
         "copy_TB_s": round(bandwidth / 1e12, 2), "cases": [],
