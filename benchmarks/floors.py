@@ -3,11 +3,11 @@
     python benchmarks/floors.py                                             the floors alone
     python benchmarks/floors.py --measured FILE --page docs/performance.md  tables of the page, between its markers
 
-FILE: JSON of `benchmarks/train_step.py --profile`. The floor of a product, a convolution or a pass over rows is the
-longer of two times: its bytes, each moved once, at the rate of a copy, and its operations at the rate of a large
-product, both rates as measured on an H200. Activations, norms of images and copies are free, as if they were part of
-the convolution or product beside them; what has to be complete before it is used, such as batch statistics, makes its
-input be read again. Kernels are assigned to parts by their names.
+FILE: JSON of `benchmarks/train_step.py --profile`; `--loop FILE` takes one that was made with `--loop`, too. The floor
+of a product, a convolution or a pass over rows is the longer of two times: its bytes, each moved once, at the rate of a
+copy, and its operations at the rate of a large product, both rates as measured on an H200. Activations, norms of images
+and copies are free, as if they were part of the convolution or product beside them; what has to be complete before it
+is used, such as batch statistics, makes its input be read again. Kernels are assigned to parts by their names.
 
 Letters: R rows of an update (sequences x steps), F frames of a batch, S rollouts, C context steps, H imagined steps.
 """
@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import gymnasium
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agents import ActorCriticAgent, build_agent
 from mamba_ssm.modules.mamba2 import Mamba2
 from sub_models.world_models import WorldModel, build_world_model
@@ -316,18 +318,31 @@ def phase_table(result: Mapping[str, Any], parts: Mapping[str, list[Part]]) -> s
 
 
 def gap_table(result: Mapping[str, Any]) -> str:
-    """How the parts of a phase's time add up."""
+    """How the parts of a phase's time add up; a measurement that has no `host_ms` cannot tell gaps from the host."""
     rows = []
     for phase, title in PHASES.items():
         found = result[phase]
         if not found.get("kernels"):
             continue
         rest = found["median_ms"] - found["busy_ms"]
-        each = f"{1e3 * rest / found['kernels']:.2f}"
-        rows.append(
-            [title, str(found["kernels"]), *(f"{x:.2f}" for x in (found["busy_ms"], rest, found["median_ms"])), each]
-        )
-    return markdown(["phase", "kernels", "kernel time, ms", "gaps and host, ms", "sum, ms", "µs a kernel"], rows)
+        apart = [found["gaps_ms"], found["host_ms"]] if "host_ms" in found else []
+        figures = (found["busy_ms"], *(apart or [rest]), found["median_ms"])
+        rows.append([title, str(found["kernels"]), *(f"{figure:.2f}" for figure in figures)])
+    split = ["gaps, ms", "host, ms"] if "host_ms" in result["world_model_update"] else ["gaps and host, ms"]
+    return markdown(["phase", "kernels", "kernel time, ms", *split, "sum, ms"], rows)
+
+
+def loop_table(result: Mapping[str, Any]) -> str:
+    """A step of train.py's loop, and what traced steps are the sum of."""
+    names = {"default": "as configured by default", "overlapped": "with `OverlapEnvironment`"}
+    rows = [[names[way], *(f"{result[way][x]:.2f}" for x in ("median_ms", "min_ms", "max_ms"))] for way in names]
+    table = markdown(["a step of the loop, ms", "median", "fastest interval", "slowest interval"], rows)
+    if "traced" not in result:
+        return table
+    parts = ("kernels", "busy_ms", "gaps_ms", "idle_ms", "step_ms")
+    row = ["a traced step", *(f"{result['traced'][part]:.{0 if part == 'kernels' else 2}f}" for part in parts)]
+    columns = ["", "kernels", "kernel time, ms", "gaps, ms", "waits for the host, ms", "sum, ms"]
+    return f"{table}\n\n{markdown(columns, [row])}"
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -338,20 +353,28 @@ def between(text: str, name: str, content: str) -> str:
     return f"{text[: text.index(begin)]}{begin}\n\n{content}\n\n{text[text.index(end) :]}"
 
 
-def tables(config: Config, result: Mapping[str, Any] | None) -> dict[str, str]:
-    """Every table of the page by the name of its markers."""
+def tables(config: Config, result: Mapping[str, Any] | None, loop: Mapping[str, Any] | None) -> dict[str, str]:
+    """Every table of the page by the name of its markers; without what was not measured."""
     parts = count_parts(config)
     found = {phase: part_table(parts[phase], result and result[phase]) for phase in parts}
-    return found if result is None else {"phases": phase_table(result, parts), "gaps": gap_table(result), **found}
+    if result is not None:
+        found |= {"phases": phase_table(result, parts), "gaps": gap_table(result)}
+    return found if loop is None else {**found, "loop": loop_table(loop)}
+
+
+def first_result(path: Path) -> dict[str, Any]:
+    """Of a JSON of train_step.py."""
+    return json.loads(path.read_text())["results"][0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, help="JSON of train_step.py --profile; its first result is taken")
+    parser.add_argument("--loop", type=Path, help="JSON of train_step.py --loop --profile, likewise")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
     options = parser.parse_args()
-    result = json.loads(options.measured.read_text())["results"][0] if options.measured else None
-    made = tables(load_config([], "train.py").config, result)
+    measured, loop = (path and first_result(path) for path in (options.measured, options.loop))
+    made = tables(load_config([], "train.py").config, measured, loop)
     for name, table in made.items():
         print(f"{name}\n\n{table}\n")
     if options.page:

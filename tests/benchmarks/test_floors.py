@@ -1,6 +1,5 @@
 """The floors of a step: counted work against torch's own count, parts that add up, a page that is up to date."""
 
-import json
 from pathlib import Path
 
 import gymnasium
@@ -15,7 +14,10 @@ from benchmarks.floors import (
     between,
     convolution_layers,
     count_parts,
+    first_result,
+    gap_table,
     group_kernels,
+    loop_table,
     part_table,
     products,
     tables,
@@ -25,6 +27,9 @@ from utils import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "train_step_h200_mamba2_ac.json"
+
+
+OTHERS = ("imagination", "agent_update", "acting", "environment_and_replay")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,7 @@ def test_a_floor_is_the_longer_of_two_times():
 
 def test_every_kernel_is_in_one_part(config):
     """Parts that leave out kernels, or count them twice, would not add up to the phase."""
-    result = json.loads(MEASURED.read_text())["results"][0]
+    result = first_result(MEASURED)
     for phase, parts in count_parts(config).items():
         groups = group_kernels(result[phase], parts)
         assert sum(group.kernels for group in groups.values()) == result[phase]["kernels"]
@@ -85,10 +90,29 @@ def test_kernels_that_no_part_names_are_the_rest():
     assert part_table(parts, measured).splitlines()[-1] == "| sum | 5 | 1.000 | 0.001 | 4 | 0 |"
 
 
+def test_gaps_and_the_host_are_apart_where_they_were_measured_so():
+    phase = {"kernels": 2, "busy_ms": 1.0, "median_ms": 1.5}
+    others = {name: {"kernels": None} for name in OTHERS}
+    row = gap_table({"world_model_update": phase} | others).splitlines()[-1]
+    assert row == "| World-model update | 2 | 1.00 | 0.50 | 1.50 |"
+    phase |= {"gaps_ms": 0.3, "host_ms": 0.2}
+    row = gap_table({"world_model_update": phase} | others).splitlines()[-1]
+    assert row == "| World-model update | 2 | 1.00 | 0.30 | 0.20 | 1.50 |"
+
+
+def test_a_loops_traced_step_stands_below_its_medians():
+    way = {"median_ms": 12.0, "min_ms": 11.0, "max_ms": 13.0}
+    traced = {"kernels": 800.4, "busy_ms": 10.0, "gaps_ms": 1.0, "idle_ms": 0.5, "step_ms": 11.5}
+    lines = loop_table({"default": way, "overlapped": way, "traced": traced}).splitlines()
+    assert lines[2] == "| as configured by default | 12.00 | 11.00 | 13.00 |"
+    assert lines[-1] == "| a traced step | 800 | 10.00 | 1.00 | 0.50 | 11.50 |"
+    assert "traced" not in loop_table({"default": way, "overlapped": way})
+
+
 def test_the_page_has_the_tables_of_its_measurement(config):
     """A figure that was measured again, and a page that was not made again."""
     page = (ROOT / "docs" / "performance.md").read_text()
     made = page
-    for name, table in tables(config, json.loads(MEASURED.read_text())["results"][0]).items():
+    for name, table in tables(config, first_result(MEASURED), None).items():
         made = between(made, name, table)
     assert made == page, "python benchmarks/floors.py --measured FILE --page docs/performance.md"
