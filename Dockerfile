@@ -32,7 +32,7 @@ RUN python3 -m venv /opt/venv && pip install -r requirements.txt -r requirements
 COPY --chown=drama:drama . .
 
 # There is no GPU while an image is built, so the kernels are built for the architectures named here.
-ARG TORCH_CUDA_ARCH_LIST="8.0;8.6;8.9;9.0"
+ARG TORCH_CUDA_ARCH_LIST="8.0;8.6;8.9;9.0a"
 ARG MAX_JOBS=4
 RUN MAMBA_FORCE_CUDA=1 pip install -e . --no-build-isolation \
     && mkdir -p runs cache && chmod 1777 runs cache

@@ -4,7 +4,7 @@
 
 Environment: MAMBA_SKIP_CUDA=1 builds for the CPU alone; MAMBA_FORCE_CUDA=1 builds CUDA or fails; MAMBA_SKIP_NATIVE=1
 builds nothing; MAX_JOBS limits parallel compilers; TORCH_CUDA_ARCH_LIST picks GPU architectures, by default
-8.0;8.6;8.9;9.0; MAMBA_SANITIZE=address,undefined builds the C++ part for a run under those sanitizers.
+8.0;8.6;8.9;9.0a; MAMBA_SANITIZE=address,undefined builds the C++ part for a run under those sanitizers.
 What can't be built is said in one line, and the package then runs on its reference tier.
 """
 
@@ -21,7 +21,8 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 SOURCES = Path("csrc")
 EXTENSION = "mamba_ssm.ops._native_ext"
-DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0"
+# 9.0a and not 9.0: the same GPUs, with the tensor cores' instructions for warpgroups.
+DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0a"
 SANITIZE = os.environ.get("MAMBA_SANITIZE", "")
 
 

@@ -75,7 +75,7 @@ def test_a_cuda_part_that_is_asked_for_is_built_or_refused(run_setup):
     assert "MAMBA_FORCE_CUDA is set, but the CUDA part can't be built: the toolkit in" in done.stderr
 
 
-@pytest.mark.parametrize(("chosen", "built_for"), [({}, "8.0;8.6;8.9;9.0"), ({"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0")])
+@pytest.mark.parametrize(("chosen", "built_for"), [({}, "8.0;8.6;8.9;9.0a"), ({"TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0")])
 def test_a_toolkit_that_fits_builds_each_dtype_and_direction_by_itself(run_setup, chosen, built_for):
     done = run_setup("13.0", "13.2", **chosen)
     files = next(line for line in done.stdout.splitlines() if line.startswith("CUDA: "))

@@ -8,9 +8,9 @@
 #include "cuda/colour_weight.cuh"
 #include "cuda/first.cuh"
 #include "cuda/front.cuh"
-#include "cuda/second_weight.cuh"
 #include "cuda/spread.cuh"
 #include "cuda/strided.cuh"
+#include "cuda/strided_weight.cuh"
 
 namespace {
 
@@ -66,6 +66,13 @@ int colour_weight_of(const bf16* grads, const bf16* rows, float* partial, const 
                      int blocks) {
   return emulate<Stage>(blocks, [&](int thread, int i) {
     colour_weight<Stage>(emulated::block.shared, thread, i, blocks, grads, rows, partial, through, count);
+  });
+}
+
+template <typename Stage>
+int strided_weight_of(const bf16* rows, const bf16* grads, float* partial, int count, int blocks) {
+  return emulate<Stage>(blocks, [&](int thread, int i) {
+    strided_weight<Stage>(emulated::block.shared, thread, i, blocks, rows, grads, partial, count);
   });
 }
 
@@ -148,9 +155,10 @@ int colour_weight_gradient_through_norm(const bf16* grads, const bf16* rows, con
   return colour_weight_of<ColourWeightThroughNorm>(grads, rows, partial, *through, count, blocks);
 }
 int second_weight_gradient(const bf16* rows, const bf16* grads, float* partial, int count, int blocks) {
-  return emulate<SecondWeight>(blocks, [&](int thread, int i) {
-    second_weight(emulated::block.shared, thread, i, blocks, rows, grads, partial, count);
-  });
+  return strided_weight_of<SecondWeight>(rows, grads, partial, count, blocks);
+}
+int third_weight_gradient(const bf16* rows, const bf16* grads, float* partial, int count, int blocks) {
+  return strided_weight_of<ThirdWeight>(rows, grads, partial, count, blocks);
 }
 
 }  // extern "C"

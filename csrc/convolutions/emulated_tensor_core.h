@@ -188,6 +188,7 @@ inline void copy16_or_clear(uint32_t to, const void* from, bool copied) {
 inline void commit_copies() {}
 template <int PENDING>
 inline void wait_for_copies() {}
+inline void show_to_products() {}
 inline void store16(void* to, const uint32_t (&v)[4]) { std::memcpy(to, v, 16); }
 
 }  // namespace drama::cuda

@@ -16,7 +16,7 @@ BLOCKS = 2  # of threads, so that one takes several frames where there are more
 KERNELS = {  # of operators, where they go by another name or by the rows' height
     "strided": {32: "strided_second", 16: "strided_third"},
     "spread": {32: "spread_to_16", 16: "spread_to_32"},
-    "strided_weight_gradient": {32: "second_weight_gradient"},
+    "strided_weight_gradient": {32: "second_weight_gradient", 16: "third_weight_gradient"},
 }
 
 

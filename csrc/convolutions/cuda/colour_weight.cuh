@@ -179,7 +179,7 @@ __device__ void colour_weight(char* shared, int thread, int block, int blocks, c
   const int tasks = count * Stage::PARTS;
   if (block < tasks) fetch(block, 0);
   commit_copies();
-  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
+  walk_over_tasks(block, blocks, tasks, fetch, [](int) {}, [&](int task, int buffer) {
     stage.make_planes(buffer);
     if constexpr (Stage::GOES_THROUGH_NORM) stage.go_through_norm(buffer);
     __syncthreads();

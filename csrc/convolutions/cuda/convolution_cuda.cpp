@@ -28,8 +28,6 @@ int count_of(const at::Tensor& frames) {
 }
 
 using Kernel = cudaError_t (*)(const Launch&);
-
-using Kernel = cudaError_t (*)(const Launch&);
 using WithSums = std::tuple<at::Tensor, at::Tensor>;
 
 // Runs `kernel` on frames and weights, with shifts unless they are undefined, into `out` and `partial` unless that is.
@@ -139,6 +137,19 @@ at::Tensor spread(const at::Tensor& rows, const at::Tensor& weights) {
 
 const Summed& strided_of(const at::Tensor& rows) { return is_second(rows) ? SECOND : THIRD; }
 const Summed& spread_of(const at::Tensor& rows) { return is_second(rows) ? TO_16 : TO_32; }
+const Summed& from_colours_of(const at::Tensor&) { return FROM_COLOURS; }
+
+template <const Summed& (*OF)(const at::Tensor&)>
+WithSums with_moments(const at::Tensor& rows, const at::Tensor& weights) {
+  return OF(rows).moments(rows, weights);
+}
+
+template <const Summed& (*OF)(const at::Tensor&)>
+WithSums with_gradients(const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed,
+                        const at::Tensor& mean, const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias,
+                        double eps) {
+  return OF(rows).gradients(rows, weights, normed, mean, var, weight, bias, eps);
+}
 
 at::Tensor blocks_to_colours(const at::Tensor& rows, const at::Tensor& weights) {
   expect("rows", rows, {rows.size(0), 32, 32, 4 * 16}, at::kBFloat16);
@@ -178,12 +189,14 @@ at::Tensor weight_of_colours_through_norm(const at::Tensor& grads, const at::Ten
 }
 
 at::Tensor weight_of_strided(const at::Tensor& rows, const at::Tensor& grads) {
-  expect("rows", rows, {rows.size(0), 32, 32, 4 * 16}, at::kBFloat16);
-  expect("grads", grads, {rows.size(0), 32, 32, 32}, at::kBFloat16);
+  const bool second = is_second(rows);
+  const int64_t side = second ? 32 : 16, channels = second ? 16 : 32, columns = second ? 32 : 48;
+  expect("rows", rows, {rows.size(0), side, side, 4 * channels}, at::kBFloat16);
+  expect("grads", grads, {rows.size(0), side, side, columns}, at::kBFloat16);
   const c10::cuda::CUDAGuard guard(rows.device());
-  const auto options = rows.options().dtype(at::kFloat);
-  const auto partial = at::empty({second_weight_blocks(count_of(rows)), 25, 16, 32}, options);
-  return run(second_weight_gradient, rows, grads, {}, partial).sum(0);
+  const int blocks = (second ? second_weight_blocks : third_weight_blocks)(count_of(rows));
+  const auto partial = at::empty({blocks, 25, channels, columns}, rows.options().dtype(at::kFloat));
+  return run(second ? second_weight_gradient : third_weight_gradient, rows, grads, {}, partial).sum(0);
 }
 
 }  // namespace
@@ -195,30 +208,12 @@ TORCH_LIBRARY_IMPL(drama_native, CUDA, m) {
   m.impl("spread", spread);
   m.impl("to_colours", blocks_to_colours);
   m.impl("from_colours", blocks_from_colours);
-  m.impl("strided_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
-    return strided_of(rows).moments(rows, weights);
-  });
-  m.impl("strided_and_gradients",
-         [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
-            const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-           return strided_of(rows).gradients(rows, weights, normed, mean, var, weight, bias, eps);
-         });
-  m.impl("spread_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
-    return spread_of(rows).moments(rows, weights);
-  });
-  m.impl("spread_and_gradients",
-         [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
-            const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-           return spread_of(rows).gradients(rows, weights, normed, mean, var, weight, bias, eps);
-         });
-  m.impl("from_colours_and_moments", [](const at::Tensor& rows, const at::Tensor& weights) {
-    return FROM_COLOURS.moments(rows, weights);
-  });
-  m.impl("from_colours_and_gradients",
-         [](const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& normed, const at::Tensor& mean,
-            const at::Tensor& var, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-           return FROM_COLOURS.gradients(rows, weights, normed, mean, var, weight, bias, eps);
-         });
+  m.impl("strided_and_moments", with_moments<strided_of>);
+  m.impl("strided_and_gradients", with_gradients<strided_of>);
+  m.impl("spread_and_moments", with_moments<spread_of>);
+  m.impl("spread_and_gradients", with_gradients<spread_of>);
+  m.impl("from_colours_and_moments", with_moments<from_colours_of>);
+  m.impl("from_colours_and_gradients", with_gradients<from_colours_of>);
   m.impl("colour_weight_gradient", weight_of_colours);
   m.impl("colour_weight_gradient_through_norm", weight_of_colours_through_norm);
   m.impl("strided_weight_gradient", weight_of_strided);

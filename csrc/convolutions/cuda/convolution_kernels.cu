@@ -6,16 +6,16 @@
 #include "colour_weight.cuh"
 #include "first.cuh"
 #include "front.cuh"
-#include "second_weight.cuh"
 #include "spread.cuh"
 #include "strided.cuh"
+#include "strided_weight.cuh"
 
 namespace drama::cuda {
 namespace {
 
 constexpr int WEIGHT_BLOCKS = 2;  // of threads on a multiprocessor
 
-extern __shared__ __align__(128) char memory[];
+extern __shared__ __align__(512) char memory[];
 
 __global__ __launch_bounds__(Front::THREADS, 1) void front_kernel(const uint8_t* frames, const uint4* weights,
                                                                   const float* shifts, bf16* out, int count) {
@@ -53,9 +53,10 @@ __global__ __launch_bounds__(Stage::THREADS, WEIGHT_BLOCKS) void colour_weight_k
   colour_weight<Stage>(memory, threadIdx.x, blockIdx.x, gridDim.x, grads, frames, partial, through, count);
 }
 
-__global__ __launch_bounds__(SecondWeight::THREADS, 1) void second_weight_kernel(const bf16* frames, const bf16* grads,
-                                                                                 float* partial, int count) {
-  second_weight(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, grads, partial, count);
+template <typename Stage>
+__global__ __launch_bounds__(Stage::THREADS, 1) void strided_weight_kernel(const bf16* frames, const bf16* grads,
+                                                                           float* partial, int count) {
+  strided_weight<Stage>(memory, threadIdx.x, blockIdx.x, gridDim.x, frames, grads, partial, count);
 }
 
 template <typename Stage, int MORE_BYTES = 0, typename... Parameters, typename... Arguments>
@@ -101,6 +102,12 @@ cudaError_t first(const Launch& l) {
                              l.count);
 }
 
+template <typename Stage>
+cudaError_t weight_of_strided(const Launch& l) {
+  const int blocks = std::min(multiprocessors(), Stage::PARTS * l.count);
+  return launch<Stage>(strided_weight_kernel<Stage>, blocks, l.stream, l.frames, l.weights, l.out, l.count);
+}
+
 }  // namespace
 
 int multiprocessors() {
@@ -125,6 +132,8 @@ int colour_weight_blocks(int frames) {
 }
 
 int second_weight_blocks(int frames) { return std::min(multiprocessors(), SecondWeight::PARTS * frames); }
+
+int third_weight_blocks(int frames) { return std::min(multiprocessors(), ThirdWeight::PARTS * frames); }
 
 cudaError_t encoder_front(const Launch& l) {
   const int blocks = std::min(multiprocessors(), l.count);
@@ -167,9 +176,7 @@ cudaError_t colour_weight_gradient_through_norm(const Launch& l, const NormGradi
   return launch<Stage>(colour_weight_kernel<Stage>, blocks, l.stream, l.frames, l.weights, l.out, through, l.count);
 }
 
-cudaError_t second_weight_gradient(const Launch& l) {
-  const int blocks = second_weight_blocks(l.count);
-  return launch<SecondWeight>(second_weight_kernel, blocks, l.stream, l.frames, l.weights, l.out, l.count);
-}
+cudaError_t second_weight_gradient(const Launch& l) { return weight_of_strided<SecondWeight>(l); }
+cudaError_t third_weight_gradient(const Launch& l) { return weight_of_strided<ThirdWeight>(l); }
 
 }  // namespace drama::cuda

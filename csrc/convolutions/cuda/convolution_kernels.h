@@ -25,6 +25,7 @@ int spread_to_32_blocks(int frames);
 int first_blocks(int frames);
 int colour_weight_blocks(int frames);  // of threads, each leaves its sums in `out`
 int second_weight_blocks(int frames);
+int third_weight_blocks(int frames);
 
 cudaError_t encoder_front(const Launch& l);
 cudaError_t encoder_third(const Launch& l);
@@ -47,5 +48,6 @@ cudaError_t from_colours_and_gradients(const Launch& l);
 cudaError_t colour_weight_gradient(const Launch& l);
 cudaError_t colour_weight_gradient_through_norm(const Launch& l, const NormGradient& through);
 cudaError_t second_weight_gradient(const Launch& l);
+cudaError_t third_weight_gradient(const Launch& l);
 
 }  // namespace drama::cuda

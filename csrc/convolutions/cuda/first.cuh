@@ -37,7 +37,18 @@ struct First {
     }
   }
 
-  // Where a piece of 8 channels lies in a line that this lane holds of a product.
+  // A lane holds 8 channels, half of them or the other by its parity, of two pixels of each of its four blocks of a line.
+  template <typename Visit>
+  __device__ __forceinline__ static void each_piece(const Visit& visit) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) visit(m, eight, half);
+  }
+
+  // Where such a piece lies in a line, and what was normed of it in shared memory.
   __device__ __forceinline__ int piece(int m, int eight, int half) const {
     return (m * 16 + eight * 8 + lane / 4) * OUT + half * 32 + lane % 4 * 8;
   }
@@ -47,36 +58,25 @@ struct First {
 
   // x (32, 64), a line: copies of the lane's pieces set out, for itself.
   __device__ __forceinline__ void fetch_normed(const bf16* x) const {
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          copy16(shared_address(shared) + place(m, eight, half), x + piece(m, eight, half));
-        }
+    each_piece([&](int m, int eight, int half) {
+      copy16(shared_address(shared) + place(m, eight, half), x + piece(m, eight, half));
+    });
     commit_copies();
   }
 
   __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[2][8][4]) const {
     const float* norm = reinterpret_cast<const float*>(shared + NORM_AT) + 2 * (lane % 2 * 8);
     wait_for_copies<0>();
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint4 v = *reinterpret_cast<const uint4*>(shared + place(m, eight, half));
-          sums.add_pair<0>(acc[m][4 * half] + 2 * eight, v.x, norm);
-          sums.add_pair<2>(acc[m][4 * half + 1] + 2 * eight, v.y, norm + 4);
-          sums.add_pair<4>(acc[m][4 * half + 2] + 2 * eight, v.z, norm + 8);
-          sums.add_pair<6>(acc[m][4 * half + 3] + 2 * eight, v.w, norm + 12);
-        }
+    each_piece([&](int m, int eight, int half) {
+      const uint4 v = *reinterpret_cast<const uint4*>(shared + place(m, eight, half));
+      sums.add_pair<0>(acc[m][4 * half] + 2 * eight, v.x, norm);
+      sums.add_pair<2>(acc[m][4 * half + 1] + 2 * eight, v.y, norm + 4);
+      sums.add_pair<4>(acc[m][4 * half + 2] + 2 * eight, v.z, norm + 8);
+      sums.add_pair<6>(acc[m][4 * half + 3] + 2 * eight, v.w, norm + 12);
+    });
   }
 
-  // out (32, 32, 64). A lane holds 8 channels, half of them or the other by its parity, of two pixels.
-  // x: as out, for sums of gradients.
+  // out (32, 32, 64); x: as out, for sums of gradients.
   template <Sums SUMS>
   __device__ void convolve(bf16* out, Channels& sums, const bf16* x) const {
 #pragma unroll 1
@@ -86,20 +86,15 @@ struct First {
       Windows::multiply(acc, shared + IMAGE_AT, line, shared_address(shared), lane);
       if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
       if constexpr (SUMS == Sums::gradients) add_gradients(sums, acc);
+      each_piece([&](int m, int eight, int half) {
+        uint32_t v[4];
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int eight = 0; eight < 2; ++eight)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t v[4];
-#pragma unroll
-            for (int f = 0; f < 4; ++f) {
-              const float* n = acc[m][4 * half + f] + 2 * eight;
-              v[f] = pack(n[0], n[1]);
-            }
-            store16(out + line * 32 * OUT + piece(m, eight, half), v);
-          }
+        for (int f = 0; f < 4; ++f) {
+          const float* n = acc[m][4 * half + f] + 2 * eight;
+          v[f] = pack(n[0], n[1]);
+        }
+        store16(out + line * 32 * OUT + piece(m, eight, half), v);
+      });
     }
   }
 };

@@ -77,7 +77,8 @@ struct Front {
     float acc[TILES][4][4];
     set_zero(acc);
     const uint32_t memory = shared_address(shared);
-    strided_product<5, PIXEL, PLANE, 2>(acc, memory + HIDDEN_AT + warp * TILES * HIDDEN_ROW, memory + SECOND_AT, lane);
+    const uint32_t pixels = memory + HIDDEN_AT + warp * TILES * HIDDEN_ROW;
+    strided_product<false, 5, PIXEL, PLANE, SIDE / 2>(acc, pixels, memory + SECOND_AT, lane);
     write_blocks<SIDE / 2>(out, acc, shifts() + 16, warp * TILES / 2, lane);
   }
 };

@@ -48,9 +48,9 @@ struct Spread {
   }
 
   // acc[m][FRAGMENTS p + f]: of 16 blocks' pixel p, 8 columns.
+  template <bool TOGETHER>
   __device__ __forceinline__ void multiply(float (&acc)[TILES][4 * FRAGMENTS][4], int buffer) const {
     const uint32_t memory = shared_address(shared);
-    const uint32_t weights = memory + weight_row(lane);
     uint32_t at[3][STEPS];
 #pragma unroll
     for (int right = 0; right < 3; ++right)
@@ -60,114 +60,102 @@ struct Spread {
         at[right][step] = memory + BUFFERS_AT + buffer * BUFFER + warp * (TILES / ACROSS) * ROW + entry * PIXEL +
                           chunk_at<PIXEL>(2 * step + lane / 16, entry, 0);
       }
-    int tap = 0;
+    uint32_t weights = memory, a[2][TILES][4];
 #pragma unroll
-    for (int down = 0; down < 3; ++down)
+    for (int i = 0; i < 9 * STEPS; ++i) {
+      const int down = i / STEPS / 3, right = i / STEPS % 3, step = i % STEPS;
+      const int pixels = (down == 0 ? 1 : 2) * (right == 0 ? 1 : 2);  // that take of this neighbour
+      uint32_t(&tiles)[TILES][4] = a[i % 2], (&before)[TILES][4] = a[i == 0 ? 0 : (i + 1) % 2];
 #pragma unroll
-      for (int right = 0; right < 3; ++right) {
-        const int pixels = (down == 0 ? 1 : 2) * (right == 0 ? 1 : 2);  // that take of this neighbour
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-          uint32_t a[TILES][4];
-#pragma unroll
-          for (int m = 0; m < TILES; ++m) {
-            load_matrices(a[m], at[right][step] + (m / ACROSS + down) * ROW + m % ACROSS * 16 * PIXEL);
-          }
-#pragma unroll
-          for (int i = 0; i < pixels; ++i) {
-            const int pixel = right == 0 ? 2 * i : i;
-#pragma unroll
-            for (int f = 0; f < FRAGMENTS; f += 2) {
-              uint32_t b[4];
-              load_matrices(b, weights + (((tap + i) * STEPS + step) * COLUMNS + f * 8) * WEIGHT_ROW);
-#pragma unroll
-              for (int m = 0; m < TILES; ++m) {
-                multiply_add(acc[m][FRAGMENTS * pixel + f], a[m], b[0], b[1]);
-                multiply_add(acc[m][FRAGMENTS * pixel + f + 1], a[m], b[2], b[3]);
-              }
-            }
-          }
-        }
-        tap += pixels;
+      for (int m = 0; m < TILES; ++m) {
+        load_matrices(tiles[m], at[right][step] + (m / ACROSS + down) * ROW + m % ACROSS * 16 * PIXEL);
       }
+      start_products<TOGETHER>();
+#pragma unroll
+      for (int row = 0; row < (down == 0 ? 1 : 2); ++row) {  // of the pixels
+        if (right == 0) {
+          multiply_tiles<TOGETHER, FRAGMENTS>(acc, row * 2 * FRAGMENTS, tiles, weights + row * COLUMNS * WEIGHT_ROW, lane);
+        } else {
+          multiply_tiles<TOGETHER, 2 * FRAGMENTS>(acc, row * 2 * FRAGMENTS, tiles, weights + row * 2 * COLUMNS * WEIGHT_ROW, lane);
+        }
+      }
+      finish_before<TOGETHER>(before);
+      weights += pixels * COLUMNS * WEIGHT_ROW;
+    }
+    finish_products<TOGETHER>(acc, a[(9 * STEPS + 1) % 2]);
   }
 
-  // Where a lane's columns of a pixel lie: of block (row, column), line by line or in blocks.
+  // A lane holds COLUMNS / 4 columns of each pixel of the blocks that its rows of the product are.
+  template <typename Visit>
+  __device__ __forceinline__ static void each_piece(const Visit& visit) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight)
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) visit(m, eight, pixel);
+  }
+
+  // Where such a piece lies, line by line or in blocks; first_row: of the warp's blocks.
   template <bool LINES>
-  __device__ __forceinline__ int place(int row, int column, int pixel) const {
+  __device__ __forceinline__ int place(int first_row, int m, int eight, int pixel) const {
+    const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
     const int in_line = (2 * row + pixel / 2) * 2 * SIDE + 2 * column + pixel % 2;
     return (LINES ? in_line : (row * SIDE + column) * 4 + pixel) * COLUMNS + lane % 4 * (COLUMNS / 4);
   }
 
+  // And what was normed of it in shared memory.
   __device__ __forceinline__ int piece_at(int m, int eight, int pixel) const {
     return NORMED_AT + (((m * 2 + eight) * 4 + pixel) * THREADS + thread) * PIECE;
   }
 
   // x: a frame; copies of the lane's pieces set out, for itself.
   __device__ __forceinline__ void fetch_normed(const bf16* x, int first_row) const {
-#pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight)
-#pragma unroll
-        for (int pixel = 0; pixel < 4; ++pixel) {
-          const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
-          const bf16* from = x + place<NORMED_LINES>(row, column, pixel);
-          const uint32_t to = shared_address(shared) + piece_at(m, eight, pixel);
-          if constexpr (FRAGMENTS == 2) {
-            copy8(to, from);
-          } else {
-            copy16(to, from);
-          }
-        }
+    each_piece([&](int m, int eight, int pixel) {
+      const bf16* from = x + place<NORMED_LINES>(first_row, m, eight, pixel);
+      const uint32_t to = shared_address(shared) + piece_at(m, eight, pixel);
+      if constexpr (FRAGMENTS == 2) {
+        copy8(to, from);
+      } else {
+        copy16(to, from);
+      }
+    });
     commit_copies();
   }
 
   __device__ __forceinline__ void add_gradients(Channels& sums, const float (&acc)[TILES][4 * FRAGMENTS][4]) const {
     const float* norm = reinterpret_cast<const float*>(shared + NORM_AT) + 2 * (lane % 4 * (COLUMNS / 4));
-    wait_for_copies<0>();
-#pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight)
-#pragma unroll
-        for (int pixel = 0; pixel < 4; ++pixel) {
-          const char* from = shared + piece_at(m, eight, pixel);
-          const auto* of_pixel = acc[m] + FRAGMENTS * pixel;
-          const uint2 v = *reinterpret_cast<const uint2*>(from);
-          sums.template add_pair<0>(of_pixel[0] + 2 * eight, v.x, norm);
-          sums.template add_pair<2>(of_pixel[1] + 2 * eight, v.y, norm + 4);
-          if constexpr (FRAGMENTS == 4) {
-            const uint2 w = *reinterpret_cast<const uint2*>(from + 8);
-            sums.template add_pair<4>(of_pixel[2] + 2 * eight, w.x, norm + 8);
-            sums.template add_pair<6>(of_pixel[3] + 2 * eight, w.y, norm + 12);
-          }
-        }
+    wait_for_copies<1>();
+    each_piece([&](int m, int eight, int pixel) {
+      const char* from = shared + piece_at(m, eight, pixel);
+      const auto* of_pixel = acc[m] + FRAGMENTS * pixel;
+      const uint2 v = *reinterpret_cast<const uint2*>(from);
+      sums.template add_pair<0>(of_pixel[0] + 2 * eight, v.x, norm);
+      sums.template add_pair<2>(of_pixel[1] + 2 * eight, v.y, norm + 4);
+      if constexpr (FRAGMENTS == 4) {
+        const uint2 w = *reinterpret_cast<const uint2*>(from + 8);
+        sums.template add_pair<4>(of_pixel[2] + 2 * eight, w.x, norm + 8);
+        sums.template add_pair<6>(of_pixel[3] + 2 * eight, w.y, norm + 12);
+      }
+    });
   }
 
   // out (SIDE, SIDE, 4, COLUMNS)
   __device__ __forceinline__ void write(bf16* out, const float (&acc)[TILES][4 * FRAGMENTS][4], int first_row) const {
+    each_piece([&](int m, int eight, int pixel) {
+      uint32_t v[FRAGMENTS];
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight) {
-        const int row = first_row + m / ACROSS, column = m % ACROSS * 16 + eight * 8 + lane / 4;
-#pragma unroll
-        for (int pixel = 0; pixel < 4; ++pixel) {
-          uint32_t v[FRAGMENTS];
-#pragma unroll
-          for (int f = 0; f < FRAGMENTS; ++f) {
-            const float* n = acc[m][FRAGMENTS * pixel + f] + 2 * eight;
-            v[f] = pack(n[0], n[1]);
-          }
-          bf16* to = out + place<false>(row, column, pixel);
-          if constexpr (FRAGMENTS == 2) {
-            *reinterpret_cast<uint2*>(to) = make_uint2(v[0], v[1]);
-          } else {
-            store16(to, v);
-          }
-        }
+      for (int f = 0; f < FRAGMENTS; ++f) {
+        const float* n = acc[m][FRAGMENTS * pixel + f] + 2 * eight;
+        v[f] = pack(n[0], n[1]);
       }
+      bf16* to = out + place<false>(first_row, m, eight, pixel);
+      if constexpr (FRAGMENTS == 2) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(v[0], v[1]);
+      } else {
+        store16(to, v);
+      }
+    });
   }
 };
 
@@ -176,6 +164,8 @@ struct Spread {
 template <typename Stage, Sums SUMS>
 __device__ void spread(char* shared, int thread, int block, int blocks, const bf16* frames, const uint4* weights,
                        bf16* out, float* partial, const Norm& norm, int count) {
+  // With 128 sums a lane, what a warpgroup's products need besides does not fit.
+  constexpr bool TOGETHER = SUMS != Sums::gradients || Stage::FRAGMENTS == 2;
   const Stage stage(shared, thread);
   const auto fetch = [&](int task, int buffer) {
     stage.fetch(frames + static_cast<int64_t>(task / Stage::PARTS) * Stage::FRAME, task % Stage::PARTS, buffer);
@@ -189,16 +179,23 @@ __device__ void spread(char* shared, int thread, int block, int blocks, const bf
   const int tasks = count * Stage::PARTS;
   fetch(block, 0);
   commit_copies();
-  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
-    const int64_t frame = static_cast<int64_t>(task / Stage::PARTS) * Stage::OUT;
-    const int row = task % Stage::PARTS * Stage::ROWS + stage.warp * (Stage::TILES / Stage::ACROSS);
-    if constexpr (SUMS == Sums::gradients) stage.fetch_normed(static_cast<const bf16*>(norm.x) + frame, row);
+  const auto frame_of = [](int task) { return static_cast<int64_t>(task / Stage::PARTS) * Stage::OUT; };
+  const auto row_of = [&](int task) {
+    return task % Stage::PARTS * Stage::ROWS + stage.warp * (Stage::TILES / Stage::ACROSS);
+  };
+  const auto prepare = [&](int task) {
+    if constexpr (SUMS == Sums::gradients) {
+      stage.fetch_normed(static_cast<const bf16*>(norm.x) + frame_of(task), row_of(task));
+    }
+  };
+  walk_over_tasks(block, blocks, tasks, fetch, prepare, [&](int task, int buffer) {
+    const int row = row_of(task);
     float acc[Stage::TILES][4 * Stage::FRAGMENTS][4];
     set_zero(acc);
-    stage.multiply(acc, buffer);
+    stage.template multiply<TOGETHER>(acc, buffer);
     if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
     if constexpr (SUMS == Sums::gradients) stage.add_gradients(sums, acc);
-    stage.write(out + frame, acc, row);
+    stage.write(out + frame_of(task), acc, row);
   });
   if constexpr (SUMS != Sums::none) {
     sums.template finish<Stage::THREADS>(shared, thread, partial + block * 2 * Stage::COLUMNS);

@@ -15,18 +15,21 @@ struct Strided {
   static constexpr int THREADS = 256, WARPS = THREADS / 32, CHANNELS = PIXEL / 2;
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, OUT_SIDE = SIDE / 2, OUT_ROWS = OUT_SIDE / PARTS;
   static constexpr int WEIGHT_ROWS = KERNEL * KERNEL * CHANNELS / 16 * COLUMNS;
+  static constexpr int WARP_ROWS = OUT_ROWS / WARPS, TILES = WARP_ROWS * OUT_SIDE / 16, FRAGMENTS = COLUMNS / 8;
+  static constexpr bool TOGETHER = FRAGMENTS > 2;  // the warps; with few columns they are faster alone
+  static_assert(WARP_ROWS * WARPS == OUT_ROWS);
   // Shared memory, in bytes. The border right of a half row is the one left of the next.
   static constexpr int PLANE = (OUT_SIDE + 1) * PIXEL, ROW = 2 * PLANE, ROWS = 2 * OUT_ROWS + KERNEL - 2;
   static constexpr int SHIFTS_AT = WEIGHT_ROWS * WEIGHT_ROW, BUFFERS_AT = SHIFTS_AT + COLUMNS * 4;
   static constexpr int BUFFER = ROW * ROWS + 2 * PIXEL;
   static constexpr int SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
   static constexpr int NORM_AT = SHARED_BYTES, NORM_BYTES = 2 * COLUMNS * 4;  // with sums of gradients
-  static_assert(SIDE * PIXEL / 8 == THREADS);  // chunks of a row of blocks
 
   char* shared;
-  int thread, lane, warp;
+  int thread, lane, first_row;  // of the warp's outputs
 
-  __device__ Strided(char* memory, int thread) : shared(memory), thread(thread), lane(thread % 32), warp(thread / 32) {}
+  __device__ Strided(char* memory, int thread)
+      : shared(memory), thread(thread), lane(thread % 32), first_row(thread / 32 * WARP_ROWS) {}
 
   __device__ const float* shifts() const { return reinterpret_cast<const float*>(shared + SHIFTS_AT); }
 
@@ -37,31 +40,16 @@ struct Strided {
     clear(shared + BUFFERS_AT, 2 * BUFFER, thread, THREADS);
   }
 
-  // Rows of blocks of part `part` and the one above and below it.
   __device__ void fetch(const bf16* frame, int part, int buffer) const {
-    constexpr int CHUNKS = PIXEL / 16;
-    const int entry = thread / (4 * CHUNKS) + 1, pixel = thread / CHUNKS % 4, chunk = thread % CHUNKS, down = pixel / 2;
-    const uint32_t to = shared_address(shared) + BUFFERS_AT + buffer * BUFFER + down * ROW + pixel % 2 * PLANE +
-                        entry * PIXEL + chunk_at<PIXEL>(chunk, entry, down);
-    const int above = part * OUT_ROWS - 1;
-#pragma unroll 6
-    for (int i = 0; i < OUT_ROWS + 2; ++i) {
-      const int line = above + i;
-      const bool inside = line >= 0 && line < SIDE / 2;
-      if (2 * i + down < ROWS) {
-        copy16_or_clear(to + i * 2 * ROW, frame + ((inside ? line : 0) * THREADS + thread) * 8, inside);
-      }
-    }
+    const uint32_t to = shared_address(shared) + BUFFERS_AT + buffer * BUFFER;
+    fetch_part<PIXEL, SIDE, OUT_ROWS, ROWS, THREADS>(to, frame, part, thread);
   }
 
-  template <int TILES>
-  __device__ __forceinline__ void convolve(float (&acc)[TILES][COLUMNS / 8][4], int buffer) const {
-    constexpr int ACROSS = OUT_SIDE / 16;
-    static_assert(TILES * WARPS * 16 == OUT_ROWS * OUT_SIDE);
+  __device__ __forceinline__ void convolve(float (&acc)[TILES][FRAGMENTS][4], int buffer) const {
     set_zero(acc);
     const uint32_t memory = shared_address(shared);
-    const uint32_t rows = memory + BUFFERS_AT + buffer * BUFFER + warp * (TILES / ACROSS) * 2 * ROW;
-    strided_product<KERNEL, PIXEL, PLANE, ACROSS>(acc, rows, memory, lane);
+    const uint32_t rows = memory + BUFFERS_AT + buffer * BUFFER + first_row * 2 * ROW;
+    strided_product<TOGETHER, KERNEL, PIXEL, PLANE, OUT_SIDE>(acc, rows, memory, lane);
   }
 };
 
@@ -73,7 +61,6 @@ template <typename Stage, Output OUTPUT>
 __device__ void convolve_frames(char* shared, int thread, int block, int blocks, const bf16* frames,
                                 const uint4* weights, const float* shifts, bf16* out, float* partial, const Norm& norm,
                                 int count) {
-  constexpr int ACROSS = Stage::OUT_SIDE / 16, TILES = Stage::OUT_ROWS * ACROSS / Stage::WARPS;
   constexpr int OUT = Stage::OUT_SIDE * Stage::OUT_SIDE * Stage::COLUMNS;
   const Stage stage(shared, thread);
   const auto fetch = [&](int task, int buffer) {
@@ -87,11 +74,11 @@ __device__ void convolve_frames(char* shared, int thread, int block, int blocks,
   const int tasks = count * Stage::PARTS;
   fetch(block, 0);
   commit_copies();
-  walk_over_tasks(block, blocks, tasks, fetch, [&](int task, int buffer) {
-    float acc[TILES][Stage::COLUMNS / 8][4];
+  walk_over_tasks(block, blocks, tasks, fetch, [](int) {}, [&](int task, int buffer) {
+    float acc[Stage::TILES][Stage::FRAGMENTS][4];
     stage.convolve(acc, buffer);
     bf16* frame = out + static_cast<int64_t>(task / Stage::PARTS) * OUT;
-    const int row = task % Stage::PARTS * Stage::OUT_ROWS + stage.warp * (TILES / ACROSS);
+    const int row = task % Stage::PARTS * Stage::OUT_ROWS + stage.first_row;
     if constexpr (OUTPUT == Output::activated_blocks) {
       write_blocks<Stage::OUT_SIDE>(frame, acc, stage.shifts(), row, stage.lane);
     } else {

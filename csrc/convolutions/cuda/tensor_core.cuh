@@ -1,5 +1,6 @@
 // Warp-wide instructions of the tensor cores, copies in the background, and what brings numbers into their format
-// (compute capability 8.0 and later). ../emulated_tensor_core.h has the same functions for a CPU, and the same guard.
+// (compute capability 8.0 and later). ../emulated_tensor_core.h has the same functions for a CPU, and the same guard. What
+// follows DRAMA_WARPGROUPS is that of architecture 9.0a alone.
 #ifndef DRAMA_TENSOR_CORE
 #define DRAMA_TENSOR_CORE
 #include <cuda_bf16.h>
@@ -92,6 +93,95 @@ __device__ __forceinline__ void wait_for_copies() {
 __device__ __forceinline__ void store16(void* to, const uint32_t (&v)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define DRAMA_WARPGROUPS
+
+// What names a matrix B (16, N) of a warpgroup's product in shared memory, whose chunks of 16 bytes change places. By column:
+// N rows of 16 numbers, 32 bytes; halves turn with bit 2 of the row.   address: a multiple of 256.
+__device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
+  constexpr uint64_t TURNED_32 = 3, EIGHT = 256;  // bytes from one 8 rows to the next
+  return TURNED_32 << 62 | EIGHT / 16 << 32 | static_cast<uint64_t>(1) << 16 | (address & 0x3ffff) / 16;
+}
+
+// The transpose: 16 rows of WIDE numbers, the next WIDE of them `apart`; chunks turn with what 128 bytes they lie in.
+// address: a multiple of 16 WIDE.
+template <int WIDE>
+__device__ __forceinline__ uint64_t columns_descriptor(uint32_t address, uint32_t apart) {
+  static_assert(WIDE == 16 || WIDE == 32);
+  constexpr uint64_t TURNED = WIDE == 16 ? 3 : 2, EIGHT = 16 * WIDE;
+  return TURNED << 62 | EIGHT / 16 << 32 | static_cast<uint64_t>(apart / 16) << 16 | (address & 0x3ffff) / 16;
+}
+
+// Sets out acc += a B for the 64 rows that a warpgroup's four warps hold as in multiply_add, at columns 8 j of
+// acc[j] for j < COUNT. Neither acc nor a may be touched before it has been awaited. TRANSPOSED: B is named by columns_descriptor.
+#define ACC(j) "+f"(acc[j][0]), "+f"(acc[j][1]), "+f"(acc[j][2]), "+f"(acc[j][3])
+#define A_AND_B "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "n"(TRANSPOSED)
+template <int COUNT, int TRANSPOSED = 0>
+__device__ __forceinline__ void start_product(float (*acc)[4], const uint32_t (&a)[4], uint64_t descriptor) {
+  static_assert(COUNT == 2 || COUNT == 4 || COUNT == 6 || COUNT == 8);
+  if constexpr (COUNT == 2) {
+    asm volatile(
+        "{.reg .pred add; setp.eq.u32 add, 1, 1; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1, %13;}"
+        : ACC(0), ACC(1)
+        : A_AND_B);
+  } else if constexpr (COUNT == 4) {
+    asm volatile(
+        "{.reg .pred add; setp.eq.u32 add, 1, 1; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, add, 1, 1, %21;}"
+        : ACC(0), ACC(1), ACC(2), ACC(3)
+        : A_AND_B);
+  } else if constexpr (COUNT == 6) {
+    asm volatile(
+        "{.reg .pred add; setp.eq.u32 add, 1, 1; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, add, 1, 1, %29;}"
+        : ACC(0), ACC(1), ACC(2), ACC(3), ACC(4), ACC(5)
+        : A_AND_B);
+  } else {
+    asm volatile(
+        "{.reg .pred add; setp.eq.u32 add, 1, 1; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, add, 1, 1, %37;}"
+        : ACC(0), ACC(1), ACC(2), ACC(3), ACC(4), ACC(5), ACC(6), ACC(7)
+        : A_AND_B);
+  }
+}
+#undef ACC
+#undef A_AND_B
+
+// Before products, where registers that they read or add to have been written otherwise.
+__device__ __forceinline__ void order_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Holds registers as they are until here.
+__device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
+template <int ROWS, typename T>
+__device__ __forceinline__ void keep_tiles(T (&tiles)[ROWS][4]) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) keep(tiles[i][k]);
+}
+
+#endif
+
+// What a thread has written to shared memory, for products of warpgroups; a barrier has to follow.
+__device__ __forceinline__ void show_to_products() {
+#ifdef DRAMA_WARPGROUPS
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 }  // namespace drama::cuda
