@@ -161,7 +161,7 @@ def train(run: Run, profile_steps: int | None = None) -> None:
             profiler.after_step(step, settled=update_world_model.settled and update_agent.settled)
     if run.stop_requested:
         logger.warning("stopped by %s at step %d; %s", run.stop_reason, step, run.how_to_go_on())
-    print(run.report())
+    run.print_report()
 
 
 def make_env_vector(config: Config, start_step: int) -> VectorEnv:
@@ -343,7 +343,7 @@ def debug_batch(path: str, given: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of training; returns the exit code: 0, 2 for a fault of usage, 1 for any other, 130 after Ctrl-C and
-    143 after SIGTERM."""
+    143 after SIGTERM, 129 after its terminal was closed."""
     try:
         command = load_config(argv, "train.py")
         if command.doctor:

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import pty
 import re
 import shutil
 import signal
@@ -162,7 +163,7 @@ def test_a_run_that_diverges_stops_and_can_be_looked_into(tmp_path, capsys, devi
 # -------------------------------------------------------------------------------------------------------- being stopped
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_stopped_run_says_so_by_its_exit_code_and_goes_on(tmp_path, capsys, number, code):
     """Whoever starts runs by a script must see that this one is not finished."""
 
@@ -181,6 +182,29 @@ def test_a_stopped_run_says_so_by_its_exit_code_and_goes_on(tmp_path, capsys, nu
     assert f"step {step} is saved, go on with --resume {folder}" in capsys.readouterr().err
     assert main(["--resume", str(folder), f"--JointTrainAgent.SampleMaxSteps={step + 4}"]) == 0
     assert newest_state(folder).step == step + 4
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_ends_a_run_in_order_unless_it_is_to_stay(tmp_path, ignored):
+    """A lost connection would cost the steps since the last checkpoint, and `nohup` would not help."""
+    keys = words(tmp_path, "--JointTrainAgent.SampleMaxSteps=100000")
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "train.py", *keys])
+    while not any(path.stat().st_size for path in tmp_path.glob("*/metrics.jsonl")):
+        os.read(terminal, 1 << 16)
+    os.close(terminal)
+    (folder,) = tmp_path.iterdir()
+    if ignored:
+        lines = len(metrics_of(folder))
+        time.sleep(1.0)
+        assert os.waitpid(process, os.WNOHANG) == (0, 0) and len(metrics_of(folder)) > lines
+        os.kill(process, signal.SIGTERM)
+    status = os.waitpid(process, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == (143 if ignored else 129)
+    assert newest_state(folder).step >= metrics_of(folder)[-1]["step"] > 0
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(tmp_path, monkeypatch, capsys):

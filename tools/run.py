@@ -77,6 +77,7 @@ TOTAL_SECONDS = "time/total_seconds"  # wall time of all processes of the run so
 PARTIAL_INTERVAL = "time/partial_interval"  # marks the line of a log interval that the run ended in
 REPORTED_EPISODES = 50  # episodes behind the score that the report at the end gives
 RECENT_EPISODES = 20  # episodes behind the score that the progress line shows
+HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # the terminal is gone
 LINE_SECONDS = 10.0  # between two progress lines where stderr is not a terminal
 BAR_OF_WARM_UP = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<?, {rate_fmt}{postfix}]"  # tqdm's, but the time left
 LARGEST = 2**63  # integers beyond it are not ours
@@ -442,6 +443,14 @@ class Progress:
         self._line_step, self._line_time = step, now
 
 
+def _write_nowhere(*streams: int) -> None:
+    """What is still to be written to a full disk or to a terminal that is gone goes nowhere, instead of failing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # stderr may go to the disk that is full, and then there is nobody left to tell
         tqdm.write(text, file=sys.stderr)
@@ -625,6 +634,7 @@ class Run:
         self._told_unsaved = False
         self._closed = False
         self._old_signals: dict[int, Any] = {}
+        self._terminals: list[int] = []  # those of standard output and error, while signals are handled here
         self._process = os.getpid()
         self.stop_reason: str | None = None
         self._signal_code = 0  # 128 + the number of the signal that stopped the run
@@ -633,7 +643,9 @@ class Run:
     # ------------------------------------------------------------------ beginning and end
 
     def __enter__(self) -> "Run":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        hangup = [number for number in HANGUP if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             try:
                 self._old_signals[number] = signal.signal(number, self._on_signal)
             except ValueError:  # not the main thread: whoever runs that one handles its signals
@@ -702,6 +714,14 @@ class Run:
             lines.append(f"evaluate with: python eval.py {self.folder}")
         return "\n".join(lines)
 
+    def print_report(self) -> None:
+        """`report` to standard output, where somebody is left to read it."""
+        try:
+            sys.stdout.write(self.report() + "\n")
+            sys.stdout.flush()
+        except OSError:
+            _write_nowhere(1)
+
     def _score_report(self) -> str:
         steps, returns = read_metrics(self.folder).get(EPISODE_RETURN, (np.zeros(0), np.zeros(0)))
         if not len(returns):
@@ -730,17 +750,20 @@ class Run:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a forked worker has this handler too: its parent ends it, not Ctrl-C
-            if number == signal.SIGTERM:
+            if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
+        if number in HANGUP:
+            _write_nowhere(*self._terminals)
         if number == signal.SIGINT and self.stop_requested:
             raise SystemExit(128 + number)
         self.stop(name)
         self._signal_code = 128 + number
         text = f"\n{name}: this step is finished and saved, then the run ends; Ctrl-C (again) leaves at once\n"
-        os.write(2, text.encode())  # print and logging may be in the middle of a line here
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())  # print and logging may be in the middle of a line here
 
     # ------------------------------------------------------------------ metrics
 
