@@ -1,10 +1,11 @@
 """What a training step of the default configuration must cost at least, part by part, beside what was measured.
 
     python benchmarks/floors.py                                             the floors alone
-    python benchmarks/floors.py --measured FILE --page docs/performance.md  tables of the page, between its markers
+    python benchmarks/floors.py --measured FILE --page docs/performance.md  tables of the page, between its markers;
+                        also --loop FILE --scaling FILE --packing FILE, of the benchmarks of these names
 
-FILE: JSON of `benchmarks/train_step.py --profile`; `--loop FILE` takes one that was made with `--loop`, too. The floor
-of a product, a convolution or a pass over rows is the longer of two times: its bytes, each moved once, at the rate of a
+FILE: JSON of `benchmarks/train_step.py --profile`; that of `--loop` is made with `--loop`, too. The floor of
+a product, a convolution or a pass over rows is the longer of two times: its bytes, each moved once, at the rate of a
 copy, and its operations at the rate of a large product, both rates as measured on an H200. Activations, norms of images
 and copies are free, as if they were part of the convolution or product beside them; what has to be complete before it
 is used, such as batch statistics, makes its input be read again. Kernels are assigned to parts by their names.
@@ -28,6 +29,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agents import ActorCriticAgent, build_agent
+from benchmarks.scaling import flatness
 from mamba_ssm.modules.mamba2 import Mamba2
 from sub_models.world_models import WorldModel, build_world_model
 from utils import Config, load_config
@@ -345,6 +347,43 @@ def loop_table(result: Mapping[str, Any]) -> str:
     return f"{table}\n\n{markdown(columns, [row])}"
 
 
+def scaling_table(report: Mapping[str, Any]) -> str:
+    """Time and memory of the sequence cores by length, and the longest against the shortest."""
+    results = report["results"]
+    backbones = list(dict.fromkeys(result["backbone"] for result in results))
+    cells = {(result["backbone"], result["length"]): result for result in results}
+    rows = [
+        [f"{length:,}", *(_ms_and_memory(cells.get((backbone, length))) for backbone in backbones)]
+        for length in dict.fromkeys(result["length"] for result in results)
+    ]
+    rows.append(["longest / shortest", *(f"{flatness(results, backbone):.2f}" for backbone in backbones)])
+    return markdown([f"L of {report['rows']:,} rows", *backbones], rows)
+
+
+def _ms_and_memory(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    memory = f", {result['peak_MiB']:,.0f} MiB" if "peak_MiB" in result else ""
+    return f"{result['median_ms']:.2f} ms{memory}"
+
+
+def packing_table(report: Mapping[str, Any]) -> str:
+    """Throughput of runs side by side."""
+    rows = [
+        [
+            "with" if row["mps"] else "without",
+            str(row["runs"]),
+            f"{row['steps_per_second']:.1f}",
+            f"{row['steps_per_second'] / row['runs']:.1f}",
+            f"{row['gain']:.2f}",
+            f"{row['reserved_mib_of_one'] / 1024:.1f}",
+        ]
+        for row in report["results"]
+    ]
+    columns = ["Multi-Process Service", "runs", "steps/s together", "steps/s each", "against one run", "GiB each"]
+    return markdown(columns, rows)
+
+
 def between(text: str, name: str, content: str) -> str:
     """`text` with `content` between the markers of `name`."""
     begin, end = f"<!-- {name}: made by benchmarks/floors.py -->", f"<!-- end of {name} -->"
@@ -364,17 +403,25 @@ def tables(config: Config, result: Mapping[str, Any] | None, loop: Mapping[str, 
 
 def first_result(path: Path) -> dict[str, Any]:
     """Of a JSON of train_step.py."""
-    return json.loads(path.read_text())["results"][0]
+    return read(path)["results"][0]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, help="JSON of train_step.py --profile; its first result is taken")
     parser.add_argument("--loop", type=Path, help="JSON of train_step.py --loop --profile, likewise")
+    parser.add_argument("--scaling", type=Path, help="JSON of scaling.py")
+    parser.add_argument("--packing", type=Path, help="JSON of packing.py")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
     options = parser.parse_args()
     measured, loop = (path and first_result(path) for path in (options.measured, options.loop))
     made = tables(load_config([], "train.py").config, measured, loop)
+    made |= {"scaling": scaling_table(read(options.scaling))} if options.scaling else {}
+    made |= {"packing": packing_table(read(options.packing))} if options.packing else {}
     for name, table in made.items():
         print(f"{name}\n\n{table}\n")
     if options.page:

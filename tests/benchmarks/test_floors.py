@@ -18,8 +18,10 @@ from benchmarks.floors import (
     gap_table,
     group_kernels,
     loop_table,
+    packing_table,
     part_table,
     products,
+    scaling_table,
     tables,
 )
 from sub_models.world_models import build_world_model
@@ -107,6 +109,21 @@ def test_a_loops_traced_step_stands_below_its_medians():
     assert lines[2] == "| as configured by default | 12.00 | 11.00 | 13.00 |"
     assert lines[-1] == "| a traced step | 800 | 10.00 | 1.00 | 0.50 | 11.50 |"
     assert "traced" not in loop_table({"default": way, "overlapped": way})
+
+
+def test_what_lengths_cost_and_what_packing_gains():
+    results = [
+        {"backbone": "Mamba2", "length": 128, "median_ms": 2.0, "peak_MiB": 1000.0},
+        {"backbone": "Mamba2", "length": 4096, "median_ms": 2.2, "peak_MiB": 1000.0},
+        {"backbone": "Transformer", "length": 128, "median_ms": 1.0, "peak_MiB": 900.0},
+    ]
+    lines = scaling_table({"rows": 65536, "results": results}).splitlines()
+    assert (
+        lines[0] == "| L of 65,536 rows | Mamba2 | Transformer |" and lines[3] == "| 4,096 | 2.20 ms, 1,000 MiB | - |"
+    )
+    assert lines[-1] == "| longest / shortest | 1.10 | 1.00 |"
+    row = {"mps": True, "runs": 2, "steps_per_second": 90.0, "gain": 1.2, "reserved_mib_of_one": 4096.0}
+    assert packing_table({"results": [row]}).splitlines()[-1] == "| with | 2 | 90.0 | 45.0 | 1.20 | 4.0 |"
 
 
 def test_the_page_has_the_tables_of_its_measurement(config):
