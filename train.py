@@ -130,10 +130,7 @@ def train(run: Run, profile_steps: int | None = None) -> None:
             if not training.OverlapEnvironment:
                 replay.open_row()  # its place is enough to draw sequences; those that reach it wait for the row
             for _ in range(schedule.world_model_updates(step, replay)):
-                draw_sequences()
-                if replay.reads_open_row():
-                    replay.append(*collector.receive())
-                run.accumulate(update_world_model())
+                run.accumulate(update_from_sequences(replay, collector, draw_sequences, update_world_model))
             if replay.row_is_open:
                 replay.append(*collector.receive())
             for _ in range(schedule.agent_updates(step, replay)):
@@ -233,6 +230,16 @@ def training_steps(
     draw_sequences = CapturedStep(replay.draw_sequences, replay.device, graphs)
     update_world_model = captured(learn_world_model, replay.drawn_sequences)
     return draw_sequences, update_world_model, captured(learn_behaviour, replay.sample_contexts)
+
+
+def update_from_sequences(
+    replay: ReplayBuffer, collector: Collector, draw_sequences: CapturedStep, update_world_model: CapturedStep
+) -> dict[str, torch.Tensor]:
+    """Draw sequences and learn from them, once the environment has answered if they reach the row that is open."""
+    draw_sequences()
+    if replay.reads_open_row():
+        replay.append(*collector.receive())
+    return update_world_model()
 
 
 def spaces_of(env: VectorEnv) -> dict:

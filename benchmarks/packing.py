@@ -34,7 +34,7 @@ from mamba_ssm.ops.tiers import use_tier
 from sub_models.acting import build_actor
 from sub_models.cuda_graph import WARMUP_CALLS
 from tools.provenance import provenance
-from train import build, make_env_vector, training_steps
+from train import build, make_env_vector, training_steps, update_from_sequences
 from utils import Config, load_config, resolve_device, seed_everything
 
 MPS_DAEMON = "nvidia-cuda-mps-control"
@@ -57,10 +57,7 @@ def work(config: Config) -> None:
             collector.send(explore)
             replay.open_row()
             if not explore:
-                draw_sequences()
-                if replay.reads_open_row():
-                    replay.append(*collector.receive())
-                update_world_model()
+                update_from_sequences(replay, collector, draw_sequences, update_world_model)
             if replay.row_is_open:
                 replay.append(*collector.receive())
             if not explore:
