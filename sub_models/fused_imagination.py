@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mamba_ssm.models.mixer_seq_simple import MambaWrapperModel
 from mamba_ssm.ops.checks import is_differentiated
 from mamba_ssm.ops.triton.launch import why_not
+from mamba_ssm.ops.triton.layer_norm import RMSNorm
 
 if (NO_KERNELS := why_not()) is None:  # why there are none
     from sub_models.imagination_kernels import ACTOR_WIDTH, draw_action, draw_latent, embed, run_draw_one_hot
@@ -59,6 +60,8 @@ def can_roll_out(world_model: "WorldModel", actor: ActorParts | None) -> bool:
         and actor is not None
         and world_model.device.type == "cuda"
         and isinstance(world_model.sequence_model, MambaWrapperModel)
+        and isinstance(world_model.sequence_model.layers[0].norm, RMSNorm)
+        and world_model.sequence_model.fused_add_norm
         and world_model.prior_head.weight.dtype == torch.float32
         and actor.layers[0].out_features <= ACTOR_WIDTH
     )
@@ -90,8 +93,8 @@ def roll_out(
             )  # fmt: skip
             if i < horizon:
                 sample(normed[:, i], action_ticket[i], action[:, i], log_prob[:, i])
-                hidden = embed_row(index, action[:, i]).unsqueeze(1)  # (B, 1, M)
-                deter = world_model.sequence_model.run_blocks(hidden, state=state).squeeze(1)
+                hidden, normed_row = (row.unsqueeze(1) for row in embed_row(index, action[:, i]))  # (B, 1, M)
+                deter = world_model.sequence_model.run_blocks(hidden, state=state, normed=normed_row).squeeze(1)
     return feature, action, log_prob, normed
 
 
@@ -119,14 +122,16 @@ class _Sampler:
 
 
 class _Stem:
-    """The core's stem on a latent and an action that are known by their indices, with weights of one dtype."""
+    """The core's stem and first norm on a latent and an action known by their indices, with weights of one dtype."""
 
     def __init__(self, world_model: "WorldModel", dtype: torch.dtype) -> None:
         linear, self.norm = world_model.sequence_model.stem
+        self.next_norm = world_model.sequence_model.layers[0].norm
         self.columns = linear.weight.t().to(dtype).contiguous()  # (Z + A, M)
         self.bias = linear.bias.to(dtype)
         self.num_classes = world_model.num_classes
 
-    def __call__(self, index: Tensor, action: Tensor) -> Tensor:
-        """index (B, K), action (B,) -> (B, M)."""
-        return embed(index, action, self.columns, self.bias, self.norm.weight, self.norm.eps, self.num_classes)
+    def __call__(self, index: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """index (B, K), action (B,) -> (B, M) and the first block's norm of it (B, M)."""
+        norms = (self.norm.weight, self.norm.eps, self.next_norm.weight, self.next_norm.eps)
+        return embed(index, action, self.columns, self.bias, *norms, self.num_classes)

@@ -126,14 +126,17 @@ class BlockStack(nn.Module):
         hidden_states: Tensor,
         inference_params: InferenceParams | None = None,
         state: RecurrentState | KeptSequences | None = None,
+        normed: Tensor | None = None,
         **mixer_kwargs,
     ) -> Tensor:
-        """Blocks and final norm, (B, L, M) -> (B, L, M); `state` is continued and moved on in place."""
+        """Blocks and final norm, (B, L, M) -> (B, L, M); `state` is continued and moved on in place; normed (B, L, M):
+        what the first block's norm makes of hidden_states, where that is there already."""
         residual = None
         for index, layer in enumerate(self.layers):
             if state is not None:
                 mixer_kwargs["state"] = state.layers[index]
-            hidden_states, residual = layer(hidden_states, residual, inference_params, **mixer_kwargs)
+            hidden_states, residual = layer(hidden_states, residual, inference_params, normed, **mixer_kwargs)
+            normed = None
         if self.fused_add_norm:
             return add_norm(self.norm_f, hidden_states, residual)
         stream = hidden_states if residual is None else hidden_states + residual

@@ -52,12 +52,17 @@ class Block(nn.Module):
         hidden_states: Tensor,
         residual: Tensor | None = None,
         inference_params: InferenceParams | None = None,
+        normed: Tensor | None = None,
         **mixer_kwargs,
     ) -> tuple[Tensor, Tensor]:
         """hidden_states (B, L, M), the branch not added yet; residual (B, L, M), the stream, None in the first block;
+        normed (B, L, M): what a first block's norm makes of hidden_states, where that is there already;
         mixer_kwargs go to the mixer (seq_idx, state, ...).   -> branch (B, L, M), stream (B, L, M)"""
-        hidden_states, residual = self._add_norm(self.norm, hidden_states, residual)
-        hidden_states = self.dropout(self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs))
+        if normed is None:
+            normed, residual = self._add_norm(self.norm, hidden_states, residual)
+        else:
+            residual = hidden_states
+        hidden_states = self.dropout(self.mixer(normed, inference_params=inference_params, **mixer_kwargs))
         if self.mlp is not None:
             hidden_states, residual = self._add_norm(self.norm2, hidden_states, residual)
             hidden_states = self.dropout(self.mlp(hidden_states))

@@ -93,6 +93,16 @@ def test_kept_rows_equal_a_state(options, pieces):
         core.run_blocks(rows, steps_to_come=3)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("d_intermediate", [0, 8])
+def test_what_the_first_norm_makes_of_rows_may_be_there_already(d_intermediate):
+    torch.manual_seed(0)
+    core = MambaWrapperModel(16, 2, 6, 3, d_intermediate, ssm_cfg=CONFIGS["Mamba2"]).double().eval()
+    rows = torch.randn(2, 5, 16, dtype=torch.float64)
+    core.layers[0].norm.weight.uniform_()
+    assert_close(core.run_blocks(rows, normed=core.layers[0].norm(rows)), core.run_blocks(rows), 1e-10)
+
+
 def test_what_keeps_no_rows():
     assert not MambaWrapperModel(16, 2, 6, 3, ssm_cfg=CONFIGS["Mamba"]).can_keep_rows(2)
 
