@@ -27,6 +27,7 @@ from sub_models.functions_losses import (
     masked_mean,
     masked_quantiles,
     uniform_mix_logits,
+    weighted_moments,
 )
 from sub_models.fused_imagination import ActorParts
 from sub_models.optimiser import Optimiser
@@ -68,14 +69,12 @@ class FeatureNorm(nn.Module):
         feature (..., F), weight (...).
         """
         total = weight.sum()
-        share = weight.unsqueeze(-1) / total.clamp(min=1.0)
-        axes = tuple(range(feature.dim() - 1))
         # Both sums in one pass: moments about the running mean, at first about a row of the batch, either of which is
         # close enough for the variance not to cancel.
-        centre = torch.where(self.updates == 0, feature[(0,) * len(axes)], self.mean)
-        centred = feature - centre
-        shift = (centred * share).sum(axes)
-        batch_variance = ((centred.square() * share).sum(axes) - shift.square()).clamp(min=0.0)
+        centre = torch.where(self.updates == 0, feature[(0,) * (feature.dim() - 1)], self.mean)
+        first, second = weighted_moments(feature, weight, centre)
+        shift = first / total.clamp(min=1.0)
+        batch_variance = (second / total.clamp(min=1.0) - shift.square()).clamp(min=0.0)
         counts = (total > 0) & torch.isfinite(batch_variance).all()  # nor is the mean otherwise
         shift = torch.where(counts, shift + (centre - self.mean), 0.0)  # of the mean
         batch_variance = torch.where(counts, batch_variance, self.variance)

@@ -17,6 +17,7 @@ from mamba_ssm.ops.triton.launch import why_not
 if (NO_KERNELS := why_not()) is None:  # why there are none
     from sub_models.binary_loss_kernels import run_binary_loss
     from sub_models.latent_kernels import run_latent_terms
+    from sub_models.moment_kernels import run_moments
     from sub_models.return_kernels import MOST_NUMBERS, run_lambda_return, run_masked_quantiles
     from sub_models.two_hot_kernels import run_decode, run_loss
 
@@ -262,6 +263,16 @@ def masked_quantiles(x: Tensor, weight: Tensor, quantiles: Tensor) -> Tensor:
     high_value = ordered.index_select(0, torch.minimum(lower + 1, last))
     quantile = low_value + (position - lower) * (high_value - low_value)
     return torch.where(alive.any(), quantile, torch.zeros_like(quantile))
+
+
+def weighted_moments(x: Tensor, weight: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ w (x - centre) and Σ w (x - centre)² over all rows, on a GPU in one pass.   x (..., F), weight w (...), centre
+    (F) -> (F) twice."""
+    if _kernels_take(x, weight, centre) and x.dim() == 3 and x.stride(-1) == 1:
+        return run_moments(x, weight, centre)
+    axes, centred = tuple(range(x.dim() - 1)), x - centre
+    weighted = centred * weight.unsqueeze(-1)
+    return weighted.sum(axes), (weighted * centred).sum(axes)
 
 
 def _kernels_take(*tensors: Tensor) -> bool:
