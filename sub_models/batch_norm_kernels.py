@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_ssm.ops.triton.launch import INTERPRETED, define, differentiate
+from mamba_ssm.ops.triton.jit_math import sigmoid
+from mamba_ssm.ops.triton.launch import define, differentiate
 
 Tensor = torch.Tensor
 
@@ -20,23 +21,8 @@ TILE = 4096  # elements that a program holds at a time
 SUM_TILE = 2048  # the same of sums over rows, whose totals take registers, too
 MOMENTS_PROGRAMS, GRADIENT_PROGRAMS = 1056, 660  # of sums over rows: eight and five for each multiprocessor of an H200
 LEAST_TILES = 4  # that a program of a sum over rows takes
-ON_GPU = tl.constexpr(not INTERPRETED)
 AT_ONCE = tl.constexpr(256)  # partial sums that a program adds at a time,
 FEW = tl.constexpr(16)  # of so many channels
-
-
-@triton.jit
-def fast_sigmoid(x):
-    """1 / (1 + exp(-x)) by the GPU's own exponential and reciprocal, good to a few units in the last place. Triton's
-    functions take more than three times the instructions, to serve denormal numbers."""
-    if ON_GPU:
-        power = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.sigmoid(x)
 
 
 @triton.jit
@@ -136,7 +122,7 @@ def _apply_kernel(
     _, _, scale, shift = _scale_and_shift(mean_ptr, var_ptr, weight_ptr, bias_ptr, channel, eps, C)
     x = tl.load(x_ptr + _place(row, channel, C), mask=mask, other=0.0).to(tl.float32)
     n = x * scale[None, :] + shift[None, :]
-    out = n * fast_sigmoid(n)
+    out = n * sigmoid(n)
     row = _row_of_out(row, width, MOVE)
     tl.store(out_ptr + _place(row, channel, C), out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -145,7 +131,7 @@ def _apply_kernel(
 def _grad_of_n(x, grad, scale, shift):
     """Gradient of n from that of n σ(n)."""
     n = x * scale[None, :] + shift[None, :]
-    gate = fast_sigmoid(n)
+    gate = sigmoid(n)
     return grad * gate * (1.0 + n * (1.0 - gate))
 
 

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mamba_ssm.ops.triton.jit_math import sigmoid
 from mamba_ssm.ops.triton.launch import define, differentiate, next_power_of_two
-from sub_models.batch_norm_kernels import fast_sigmoid
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,7 @@ def _difference(
     """s and s - obs / 255 of the blocks `place` (PLACES,) and their channels (WIDE,)."""
     x = tl.load(x_ptr + frame * P * W + place[:, None] * W + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel % C, mask=channel < 4 * C, other=0.0).to(tl.float32)
-    share = fast_sigmoid(x + bias[None, :])
+    share = sigmoid(x + bias[None, :])
     pixel = channel // C  # of the block: 2 · row + column
     line = 2 * (place // BLOCKS_WIDE)[:, None] + (pixel // 2)[None, :]
     column = 2 * (place % BLOCKS_WIDE)[:, None] + (pixel % 2)[None, :]
