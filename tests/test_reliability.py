@@ -281,6 +281,22 @@ def test_a_run_whose_last_step_is_not_saved_says_so_with_its_exit_code(tmp_path,
     assert main(["--resume", str(folder)]) == 0 and newest_state(folder).step == 80
 
 
+def test_a_run_whose_folder_is_removed_ends(tmp_path, monkeypatch, capsys):
+    """It would train to its end for checkpoints that nothing can go on from."""
+    progress = Run.progress
+
+    def remove(run, step):
+        if step == 45:
+            shutil.rmtree(run.folder)
+        progress(run, step)
+
+    monkeypatch.setattr(Run, "progress", remove)
+    assert main(words(tmp_path, "--JointTrainAgent.SampleMaxSteps=120", "--JointTrainAgent.SaveEverySteps=20")) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and "was removed while it was in use, step 60 cannot be saved" in error
+    assert not list(tmp_path.iterdir())
+
+
 # ----------------------------------------------------------------------------------------------- environments that fail
 
 

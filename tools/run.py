@@ -848,6 +848,10 @@ class Run:
             "train.pt": serialise({"train": train, "run": self.state_dict()}),
         }
         try:
+            if not (self.folder / RUN_CONFIG_NAME).exists():
+                raise RunError(
+                    f"{self.folder}: was removed while it was in use, step {step} cannot be saved for --resume"
+                )
             self._metrics.sync()
             manifest = replay.save(self.folder / "replay") if replay is not None else None
             files["replay.json"] = json.dumps(manifest).encode()
