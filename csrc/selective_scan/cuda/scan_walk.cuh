@@ -4,15 +4,20 @@
 // of the tile behind; warps that scan walk over the tile between. One barrier a tile exchanges them, so that neither device
 // memory nor softplus and silu are waited for.
 //
-// By count, at 128 bytes a clock and multiprocessor, what lanes of one channel each read from shared memory takes longer
-// than their exponentials. Here each read of B and C serves three channels, and each of Δ and Δu two states. H200, graph,
-// ms, against the kernel in scan_forward.cuh (N = 16): B8 L2048 D1536 float32 0.304 to 0.200, bfloat16 0.258 to 0.201;
-// B4 L8192 D1536 float32 0.867 to 0.489, bfloat16 0.751 to 0.477.
+// Each read of B and C serves three channels, each of Δ and Δu two states. H200, graph, ms, against the kernel in
+// scan_forward.cuh (N = 16): B8 L2048 D1536 float32 0.304 to 0.192, bfloat16 0.258 to 0.201; B4 L8192 D1536 float32 0.867
+// to 0.537, bfloat16 0.751 to 0.516. Of that, 3 % and 8 % are the staging's: places that move along instead of being
+// computed, and blocks whose rows and channels are all real, which don't ask.
 //
-// How far this can go, by count too: a row of a channel takes N + 3 results of the special-function unit, 16 a clock and
-// multiprocessor, 0.12 ms for B8 L2048 D1536 at 1.9 GHz. Reading and writing that in bfloat16 takes 0.047 ms, so that twice
+// What bounds it, by leaving parts out of B4 L8192 in float32, which gives each multiprocessor one block (H200, graph, ms):
+// 0.537; 0.496 with an eighth of the scan; 0.551 with multiply-adds in the place of exponentials; 0.419 without loads, 0.405
+// without softplus and silu besides, 0.093 without the scan besides. So the staging, which waits for its loads, is longer
+// than the scan, and the scan longer than its exponentials.
+//
+// How far it could go, by count: a row of a channel takes N + 3 results of the special-function unit, 16 a clock and
+// multiprocessor, 0.119 ms for B8 L2048 D1536 at 1.9 GHz. Reading and writing that in bfloat16 takes 0.048 ms, so that twice
 // the time of the bytes is out of reach there. Polynomials on the multiply-add unit don't help: with 5.8 instructions for
-// each state and 40 for each row the schedulers are at 0.10 ms already, and a polynomial takes ten more (measured with
+// each state and 40 for each row the schedulers are at 0.104 ms already, and a polynomial takes ten more (measured with
 // every sixth exponential moved: 0.216 ms instead of 0.212, and 0.561 instead of 0.525 for B4 L8192, float32).
 #pragma once
 
@@ -101,27 +106,32 @@ struct WalkPieces {
   }
 };
 
-// A thread's pieces of an activation, as a place in the first tile.
-template <typename Walk>
+// A thread's pieces of an activation in one tile after another. kWhole: every row and channel of the block is real, and
+// every state.
+template <typename Walk, bool kWhole>
 struct WalkStream {
   using T = typename Walk::T;
   T* place;
+  int row;
   int64_t step;
   template <typename Rows>
   __device__ WalkStream(const Rows& rows, const Part& part, const WalkPieces<Walk>& pieces)
-      : place(const_cast<T*>(at<T>(rows, part, pieces.channel, pieces.row))),
+      : place(const_cast<T*>(at<T>(rows, part, pieces.channel, pieces.row))), row(pieces.row),
         step(WalkPieces<Walk>::kChannelStep * rows.channel_stride) {}
-  __device__ T* of(int i, int tile_row) const { return place + (i * step + tile_row); }
-  __device__ void load(const Arguments& p, const Part& part, const WalkPieces<Walk>& pieces, int tile_row,
-                       StepPack<T> (&to)[Walk::kPieces]) const {
-    const bool inside = tile_row + pieces.row < p.length;
-#pragma unroll
-    for (int i = 0; i < Walk::kPieces; ++i) to[i] = load_step(of(i, tile_row), inside && pieces.real(i, part));
+  __device__ T* of(int i) const { return place + i * step; }
+  __device__ bool real(int i, const Arguments& p, const Part& part, const WalkPieces<Walk>& pieces) const {
+    return kWhole || (row < p.length && pieces.real(i, part));
   }
+  __device__ void load(const Arguments& p, const Part& part, const WalkPieces<Walk>& pieces, StepPack<T> (&to)[Walk::kPieces]) {
+#pragma unroll
+    for (int i = 0; i < Walk::kPieces; ++i) to[i] = load_step(of(i), real(i, p, part, pieces));
+    advance();
+  }
+  __device__ void advance() { place += kTile, row += kTile; }
 };
 
 // A thread's pieces of B | C: its column stays the same.
-template <typename Walk>
+template <typename Walk, bool kWhole>
 struct WalkProjections {
   using T = typename Walk::T;
   const T* column;                                       // nullptr past the last state
@@ -136,7 +146,7 @@ struct WalkProjections {
   __device__ void load(const Arguments& p, int tile_row) {
 #pragma unroll
     for (int i = 0; i < Walk::kProjectionPieces; ++i) {
-      pieces[i] = load_step(column + tile_row + row(i), column != nullptr && tile_row + row(i) < p.length);
+      pieces[i] = load_step(column + tile_row + row(i), kWhole || (column != nullptr && tile_row + row(i) < p.length));
     }
   }
   __device__ void store(float* tile) const {
@@ -154,7 +164,7 @@ struct WalkProjections {
 };
 
 // Δ and Δu of a tile.
-template <typename Walk>
+template <typename Walk, bool kWhole>
 __device__ inline void stage_pieces(const Arguments& p, const WalkPieces<Walk>& pieces, int tile_row,
                                     const float (&bias)[Walk::kPieces], const StepPack<typename Walk::T> (&u)[Walk::kPieces],
                                     const StepPack<typename Walk::T> (&delta)[Walk::kPieces], const WalkTiles<Walk>& tiles) {
@@ -169,7 +179,7 @@ __device__ inline void stage_pieces(const Arguments& p, const WalkPieces<Walk>& 
 #pragma unroll
       for (int k = 0; k < kStep; ++k) step[k] = softplus(step[k]);
     }
-    if (tile_row + pieces.row >= p.length) {             // rows past the end leave the state as it is
+    if (!kWhole && tile_row + pieces.row >= p.length) {  // rows past the end leave the state as it is
 #pragma unroll
       for (int k = 0; k < kStep; ++k) step[k] = 0.0f;
     }
@@ -181,12 +191,11 @@ __device__ inline void stage_pieces(const Arguments& p, const WalkPieces<Walk>& 
 }
 
 // out of a tile from the sums that the scan left.
-template <typename Walk>
-__device__ inline void write_pieces(const Arguments& p, const Part& part, const WalkPieces<Walk>& pieces, int tile_row,
+template <typename Walk, bool kWhole>
+__device__ inline void write_pieces(const Arguments& p, const Part& part, const WalkPieces<Walk>& pieces,
                                     const float (&skip)[Walk::kPieces], const StepPack<typename Walk::T> (&u)[Walk::kPieces],
                                     const StepPack<typename Walk::T> (&z)[Walk::kPieces], const WalkTiles<Walk>& tiles,
-                                    const WalkStream<Walk>& to) {
-  const bool inside = tile_row + pieces.row < p.length;
+                                    WalkStream<Walk, kWhole>& to) {
 #pragma unroll
   for (int i = 0; i < Walk::kPieces; ++i) {
     float y[kStep], x[kStep];
@@ -206,39 +215,41 @@ __device__ inline void write_pieces(const Arguments& p, const Part& part, const 
 #pragma unroll
       for (int k = 0; k < kStep; ++k) y[k] *= x[k] * sigmoid(x[k]);
     }
-    if (inside && pieces.real(i, part)) store_step(to.of(i, tile_row), y);
+    if (to.real(i, p, part, pieces)) store_step(to.of(i), y);
   }
+  to.advance();
 }
 
 // The part of warps that stage: loads run a tile ahead of their use.
-template <typename Walk>
+template <typename Walk, bool kWhole>
 __device__ inline void walk_stage(const Arguments& p, const Part& part, float* shared) {
   using T = typename Walk::T;
   const WalkPieces<Walk> pieces;
-  const WalkStream<Walk> u_rows(p.u, part, pieces), delta_rows(p.delta, part, pieces), z_rows(p.z, part, pieces),
-      out_rows(p.out, part, pieces);
+  WalkStream<Walk, kWhole> u_rows(p.u, part, pieces), delta_rows(p.delta, part, pieces), u_rows_again(p.u, part, pieces),
+      z_rows(p.z, part, pieces), out_rows(p.out, part, pieces);
   StepPack<T> u[Walk::kPieces], delta[Walk::kPieces];        // of the tile to stage next
   StepPack<T> u_again[Walk::kPieces] = {}, z[Walk::kPieces];  // of the tile to write next
-  WalkProjections<Walk> projections(p, part);
+  WalkProjections<Walk, kWhole> projections(p, part);
   OffsetsAhead offsets;
   float bias[Walk::kPieces], skip[Walk::kPieces];
   pieces.load(p.delta_bias, part, bias);
   pieces.load(p.D, part, skip);
   const auto load = [&](int tile_row) {
-    u_rows.load(p, part, pieces, tile_row, u);
-    delta_rows.load(p, part, pieces, tile_row, delta);
+    if (tile_row >= p.length) return;
+    u_rows.load(p, part, pieces, u);
+    delta_rows.load(p, part, pieces, delta);
     projections.load(p, tile_row);
     offsets.load(p, part, tile_row);
   };
   const auto stage = [&](int chunk) {
     const WalkTiles<Walk> tiles(shared, chunk);
-    stage_pieces<Walk>(p, pieces, chunk * kTile, bias, u, delta, tiles);
+    stage_pieces<Walk, kWhole>(p, pieces, chunk * kTile, bias, u, delta, tiles);
     projections.store(tiles.projections);
     if (p.seq_idx) offsets.store(p, chunk * kTile, tiles.offsets);
     load((chunk + 1) * kTile);
   };
   const auto write = [&](int chunk) {
-    write_pieces<Walk>(p, part, pieces, chunk * kTile, skip, u_again, z, WalkTiles<Walk>(shared, chunk), out_rows);
+    write_pieces<Walk, kWhole>(p, part, pieces, skip, u_again, z, WalkTiles<Walk>(shared, chunk), out_rows);
   };
   const int chunks = p.chunks();
   load(0);
@@ -246,8 +257,8 @@ __device__ inline void walk_stage(const Arguments& p, const Part& part, float* s
   meet();
   for (int chunk = 0; chunk < chunks; ++chunk) {         // the tile that is scanned meanwhile
     if (chunk > 0) write(chunk - 1);
-    if (p.D) u_rows.load(p, part, pieces, chunk * kTile, u_again);
-    if (p.z.data) z_rows.load(p, part, pieces, chunk * kTile, z);
+    if (p.D) u_rows_again.load(p, part, pieces, u_again);
+    if (p.z.data) z_rows.load(p, part, pieces, z);
     if (chunk + 1 < chunks) stage(chunk + 1);
     meet();
   }
@@ -390,14 +401,19 @@ __global__ void __launch_bounds__(Walk::kThreads, Walk::kMinBlocks) scan_walk_ke
   extern __shared__ float4 shared_memory[];
   auto* shared = reinterpret_cast<float*>(shared_memory);
   const Part part = part_of_block<Walk>(p, plan);
-  if (threadIdx.x < Walk::kStageThreads) walk_stage<Walk>(p, part, shared);
-  else walk_scan<Walk>(p, part, shared);
+  if (threadIdx.x < Walk::kStageThreads) {
+    const bool whole = part.count == Walk::kBlockChannels && p.length % kTile == 0 && p.state == Walk::kPadded;
+    if (whole) walk_stage<Walk, true>(p, part, shared);
+    else walk_stage<Walk, false>(p, part, shared);
+  } else {
+    walk_scan<Walk>(p, part, shared);
+  }
 }
 
 // Blocks of kWalkChannels channels.
 template <typename T>
 cudaError_t walk_of(const Arguments& p, const Plan& plan, cudaStream_t stream) {
-  using Walk = Walk<T, 2, 2, 3, 2, 4, 2, 4>;
+  using Walk = Walk<T, 2, 2, 3, 2, 4, 2, sizeof(T) == 4 ? 8 : 4>;
   static_assert(Walk::kBlockChannels == kWalkChannels);
   return launch<Walk>(scan_walk_kernel<Walk>, p, plan, Walk::kSharedBytes, stream);
 }

@@ -82,6 +82,15 @@ def test_long_rows(emulate_forward, kernel, channels, length, state, groups, opt
     check(emulate_forward, kernel, 1 if kernel == WALK else 1000, (channels, length, state, groups, optional, dtype))
 
 
+def test_what_is_not_finite_stays_in_its_channel(emulate_forward):
+    inputs = selective_scan_inputs(1, 48, 256, 16, groups=1, optional=())
+    inputs["delta"] = inputs["delta"].detach().abs()
+    inputs["delta"][0, 9, 78] = float("nan")
+    out, _, _ = run(emulate_forward, inputs, WALK, 1, delta_softplus=False)
+    assert out[0, 9, 78:].isnan().all() and out[0, 9, :78].isfinite().all()
+    assert out[0, [*range(9), *range(10, 48)]].isfinite().all()
+
+
 @pytest.mark.parametrize("length", [4, 32, 100])
 @pytest.mark.parametrize(("kernel", "multiprocessors"), [(TWO_CHANNELS, 1), (ONE_CHANNEL, 1000)])
 def test_short_rows(emulate_forward, kernel, multiprocessors, length):
