@@ -47,6 +47,7 @@ CORE = (
     "convolution and scan of Mamba-2",
     r"^(_scan|_scan_backward|_both_walks|_adding|_forward|_weight_gradient|_input_gradient)_kernel",
 )
+STATISTICS = ("statistics of the features", r"^(_moments|_finish_moments)_kernel")
 OPTIMISER = ("optimiser with clipping", r"^(_update|_square_sums|_clip)_kernel")
 REPLAY = ("sampling and gathering rows", r"^(_gather|_leaders|_block_\w+|_tickets|_count)_kernel")
 FRAME_ERROR = ("frames as blocks, frames' error", r"^(_error|_error_backward|_blocks)_kernel")
@@ -245,7 +246,7 @@ def agent_parts(agent: ActorCriticAgent, config: Config) -> list[Part]:
         Part(*ROW_NORMS, [Work(HALF * states * normed)]),
         Part(*RETURNS, [Work(5.0 * logits)]),
         Part(*OPTIMISER, [Work(SINGLE * parameters), Work(8.0 * SINGLE * parameters)]),
-        Part(REST, "", [Work(SINGLE * states * width)]),  # statistics of the features
+        Part(*STATISTICS, [Work(SINGLE * states * width)]),
     ]
 
 
@@ -290,7 +291,7 @@ def part_table(parts: list[Part], measured: Mapping[str, Any] | None) -> str:
     """Kernels, time, floor and what bounds it of each part, in Markdown."""
     groups = group_kernels(measured, parts) if measured else {}
     rows = []
-    for part in parts if any(part.name == REST for part in parts) else [*parts, Part(REST, "", [])]:
+    for part in [*parts, Part(REST, "", [])]:
         group = groups.get(part.name, Group())
         work = added(part.works)
         floor = f"{part.floor_ms:.3f}" if part.works else "in others"
@@ -337,8 +338,8 @@ def gap_table(result: Mapping[str, Any]) -> str:
 def loop_table(result: Mapping[str, Any]) -> str:
     """A step of train.py's loop, and what traced steps are the sum of."""
     names = {"default": "as configured by default", "overlapped": "with `OverlapEnvironment`"}
-    rows = [[names[way], *(f"{result[way][x]:.2f}" for x in ("median_ms", "min_ms", "max_ms"))] for way in names]
-    table = markdown(["a step of the loop, ms", "median", "fastest interval", "slowest interval"], rows)
+    rows = [[names[way], *(f"{result[way][x]:.2f}" for x in ("median_ms", "min_ms"))] for way in names]
+    table = markdown(["a step of the loop, ms", "median interval", "fastest"], rows)
     if "traced" not in result:
         return table
     parts = ("kernels", "busy_ms", "gaps_ms", "idle_ms", "step_ms")
