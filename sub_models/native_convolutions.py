@@ -12,7 +12,7 @@ The gradient of x is the convolution of dy with the adjoint weight, so that one 
 w has kernels between 3 and 16, 16 and 32, 32 and 48 channels. The rest is cuDNN's. Beside a batch norm, kernels also
 leave sums over all pixels: moments of what they put out for a norm that follows, and of a norm before, with SiLU
 between, the sums that its gradient takes. On an H200, 2,048 frames, encoder and decoder forward and backward with fused
-batch norm: 9.71 ms with cuDNN alone, 7.17 ms so.
+batch norm, nothing compiled: 9.81 ms with cuDNN alone, 7.23 ms so (benchmarks/results/convolutions_nvidia_h200.json).
 
 Letters: B batch, O and C channels out and in of a convolution of blocks.
 """
@@ -33,6 +33,7 @@ if launch.why_not() is None:
     from sub_models.batch_norm_kernels import finish_backward, finish_moments, finish_sums
 
 SHARED_BYTES = 230_000  # that a block of threads needs, as on compute capability 9.0
+WEIGHTS_ORDER = 2  # of the extension that takes weights as this module lays them
 PADDED_COLOURS = 16  # channels of a block of 4·3, filled up
 COLOURS = 12
 
@@ -346,7 +347,8 @@ def why_not() -> str | None:
     """Why there are no native convolutions, or None if there are."""
     if (reason := _native.why_not("cuda")) is not None:
         return reason
-    if not all(hasattr(torch.ops.drama_native, name) for name in (*FAKES, *UNTRACED)):
+    operators, names = torch.ops.drama_native, (*FAKES, *UNTRACED, "weights_order")
+    if not all(hasattr(operators, name) for name in names) or operators.weights_order() != WEIGHTS_ORDER:
         return "the native extension is older than its convolutions: pip install -e . --no-build-isolation"
     return None
 

@@ -5,6 +5,8 @@
 #define NORM "Tensor normed, Tensor mean, Tensor var, Tensor weight, Tensor bias, float eps"
 
 TORCH_LIBRARY(drama_native, m) {
+  // Moves on with how kernels take weights, and with it WEIGHTS_ORDER in native_convolutions.py.
+  m.def("weights_order() -> int", []() -> int64_t { return 2; });
   m.def("encoder_front(Tensor frames, Tensor weights, Tensor shifts) -> Tensor");
   m.def("encoder_third(Tensor rows, Tensor weights, Tensor shifts) -> Tensor");
   m.def("strided(Tensor rows, Tensor weights) -> Tensor");

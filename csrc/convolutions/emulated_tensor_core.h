@@ -50,6 +50,7 @@ struct Block {
   ucontext_t scheduler, fibers[THREADS];
   bool ended[THREADS];
   int threads, current, arrived, barriers, conflicts;
+  int group_arrived[16], group_barriers[16];  // of groups of threads
   std::function<void(int)> body;
   std::vector<char> stacks = std::vector<char>(size_t(THREADS) * STACK);
 };
@@ -68,6 +69,7 @@ inline void run_block(int threads, std::function<void(int)> body) {
   block.body = std::move(body);
   block.threads = threads;
   block.arrived = 0;
+  std::memset(block.group_arrived, 0, sizeof block.group_arrived);
   for (int t = 0; t < threads; ++t) {
     auto& fiber = block.fibers[t];
     block.ended[t] = false;
@@ -112,6 +114,16 @@ inline void __syncthreads() {
 namespace drama::cuda {
 
 using bf16 = uint16_t;
+
+template <int THREADS>
+inline void group_barrier(int group) {
+  const int before = emulated::block.group_barriers[group];
+  if (++emulated::block.group_arrived[group] == THREADS) {
+    emulated::block.group_arrived[group] = 0;
+    ++emulated::block.group_barriers[group];
+  }
+  while (before == emulated::block.group_barriers[group]) emulated::take_turns();
+}
 
 inline uint32_t shared_address(const void* p) { return static_cast<const char*>(p) - emulated::block.shared; }
 

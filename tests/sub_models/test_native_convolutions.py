@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mamba_ssm.ops.triton.launch import INTERPRETED
-from sub_models import space_to_depth
+from sub_models import native_convolutions, space_to_depth
 from sub_models.fused_batch_norm import norm_rows
 from sub_models.native_convolutions import NO_KERNELS, PLANS, ROWS, convolve, plan_of
 from sub_models.space_to_depth import relaid_weight, run_relaid
@@ -196,6 +196,18 @@ def test_the_operator_is_registered_well(emulated_convolutions):
     for kernel, moments in (("", False), ("strided", False), ("strided", True)):
         rows = ROWS[kernel](weight.detach()) if kernel else None
         torch.library.opcheck(operator, (x, weight, rows, kernel, "", "", moments), test_utils=tests)
+
+
+def test_an_extension_for_weights_in_another_order_is_refused(emulated_convolutions, monkeypatch):
+    """Its kernels would compute something else without a word."""
+    monkeypatch.setattr(native_convolutions._native, "why_not", lambda device: None)
+    order = native_convolutions.WEIGHTS_ORDER
+    if not hasattr(torch.ops.drama_native, "weights_order"):
+        emulated_convolutions.define("weights_order() -> int")
+        emulated_convolutions.impl("weights_order", lambda: order, "CompositeExplicitAutograd")
+    assert native_convolutions.why_not() is None
+    monkeypatch.setattr(native_convolutions, "WEIGHTS_ORDER", order + 1)
+    assert "older than its convolutions" in native_convolutions.why_not()
 
 
 def test_no_plan_without_a_gpu():

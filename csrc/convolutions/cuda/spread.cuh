@@ -5,19 +5,22 @@
 
 namespace drama::cuda {
 
-// From CHANNELS of SIDE x SIDE pixels to COLUMNS; PARTS of SIDE / PARTS rows are computed at a time, by each of RESIDENT
-// blocks of threads on a multiprocessor. What a norm before took lies in blocks, too, or line by line with NORMED_LINES.
-template <int CHANNELS_, int COLUMNS_, int SIDE_, int PARTS_, int RESIDENT_, bool NORMED_LINES>
+// From CHANNELS of SIDE x SIDE pixels to COLUMNS; PARTS of SIDE / PARTS rows are computed at a time, by each of GROUPS of
+// WARPS, which walk on their own, of each of RESIDENT blocks of threads on a multiprocessor: while one writes, another
+// multiplies. What a norm before took lies in blocks, too, or line by line with NORMED_LINES.
+template <int CHANNELS_, int COLUMNS_, int SIDE_, int PARTS_, int RESIDENT_, bool NORMED_LINES, int GROUPS_,
+          int WARPS_>
 struct Spread {
   static constexpr int CHANNELS = CHANNELS_, COLUMNS = COLUMNS_, SIDE = SIDE_, PARTS = PARTS_, RESIDENT = RESIDENT_;
   static constexpr int TAPS = 25, STEPS = CHANNELS / 16;  // 16 numbers a step
-  static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = SIDE / PARTS, ACROSS = SIDE / 16;
+  static constexpr int GROUPS = GROUPS_, WARPS = WARPS_, GROUP = WARPS * 32, THREADS = GROUPS * GROUP;
+  static constexpr int ROWS = SIDE / PARTS, ACROSS = SIDE / 16;
   static constexpr int TILES = ROWS * ACROSS / WARPS, FRAGMENTS = COLUMNS / 8;  // of a pixel
   static constexpr int FRAME = SIDE * SIDE * CHANNELS, OUT = SIDE * SIDE * 4 * COLUMNS;
   static constexpr int WEIGHT_ROWS = TAPS * STEPS * COLUMNS;
   // Shared memory, in bytes: frames with a border of one pixel.
   static constexpr int PIXEL = 2 * CHANNELS, ROW = (SIDE + 2) * PIXEL, BUFFER = (ROWS + 2) * ROW;
-  static constexpr int BUFFERS_AT = WEIGHT_ROWS * WEIGHT_ROW, SHARED_BYTES = BUFFERS_AT + 2 * BUFFER;
+  static constexpr int BUFFERS_AT = WEIGHT_ROWS * WEIGHT_ROW, SHARED_BYTES = BUFFERS_AT + 2 * GROUPS * BUFFER;
   // With sums of gradients: the norm, and what a lane takes of a part of its input, PIECES of PIECE bytes.
   static constexpr int PIECES = TILES * 2 * 4, PIECE = COLUMNS / 2, NORM_AT = SHARED_BYTES;
   static constexpr int NORMED_AT = NORM_AT + 2 * COLUMNS * 4;
@@ -27,19 +30,24 @@ struct Spread {
   using Channels = ChannelSums<COLUMNS, COLUMNS / 4>;
 
   char* shared;
-  int thread, lane, warp;
+  int thread, lane, warp, group;  // warp: of the group
 
-  __device__ Spread(char* memory, int thread) : shared(memory), thread(thread), lane(thread % 32), warp(thread / 32) {}
+  __device__ Spread(char* memory, int thread)
+      : shared(memory), thread(thread), lane(thread % 32), warp(thread / 32 % WARPS), group(thread / GROUP) {}
 
   __device__ void begin(const uint4* weights) const {
     store_weights(shared, weights, WEIGHT_ROWS, thread, THREADS);
-    clear(shared + BUFFERS_AT, 2 * BUFFER, thread, THREADS);
+    clear(shared + BUFFERS_AT, 2 * GROUPS * BUFFER, thread, THREADS);
+  }
+
+  __device__ __forceinline__ uint32_t buffer_at(int buffer) const {
+    return shared_address(shared) + BUFFERS_AT + (2 * group + buffer) * BUFFER;
   }
 
   __device__ void fetch(const bf16* frame, int part, int buffer) const {
     constexpr int CHUNKS = PIXEL / 16, PER_ROW = SIDE * CHUNKS;
-    const uint32_t to = shared_address(shared) + BUFFERS_AT + buffer * BUFFER;
-    for (int i = thread; i < (ROWS + 2) * PER_ROW; i += THREADS) {
+    const uint32_t to = buffer_at(buffer);
+    for (int i = thread % GROUP; i < (ROWS + 2) * PER_ROW; i += GROUP) {
       const int row = part * ROWS - 1 + i / PER_ROW, entry = i % PER_ROW / CHUNKS + 1;
       const bool inside = row >= 0 && row < SIDE;
       copy16_or_clear(to + i / PER_ROW * ROW + entry * PIXEL + chunk_at<PIXEL>(i % CHUNKS, entry, 0),
@@ -50,17 +58,16 @@ struct Spread {
   // acc[m][FRAGMENTS p + f]: of 16 blocks' pixel p, 8 columns.
   template <bool TOGETHER>
   __device__ __forceinline__ void multiply(float (&acc)[TILES][4 * FRAGMENTS][4], int buffer) const {
-    const uint32_t memory = shared_address(shared);
     uint32_t at[3][STEPS];
 #pragma unroll
     for (int right = 0; right < 3; ++right)
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         const int entry = lane % 16 + right;
-        at[right][step] = memory + BUFFERS_AT + buffer * BUFFER + warp * (TILES / ACROSS) * ROW + entry * PIXEL +
+        at[right][step] = buffer_at(buffer) + warp * (TILES / ACROSS) * ROW + entry * PIXEL +
                           chunk_at<PIXEL>(2 * step + lane / 16, entry, 0);
       }
-    uint32_t weights = memory, a[2][TILES][4];
+    uint32_t weights = shared_address(shared), a[2][TILES][4];
 #pragma unroll
     for (int i = 0; i < 9 * STEPS; ++i) {
       const int down = i / STEPS / 3, right = i / STEPS % 3, step = i % STEPS;
@@ -177,7 +184,8 @@ __device__ void spread(char* shared, int thread, int block, int blocks, const bf
   __syncthreads();
   typename Stage::Channels sums;
   const int tasks = count * Stage::PARTS;
-  fetch(block, 0);
+  const int first = block * Stage::GROUPS + stage.group;
+  if (first < tasks) fetch(first, 0);
   commit_copies();
   const auto frame_of = [](int task) { return static_cast<int64_t>(task / Stage::PARTS) * Stage::OUT; };
   const auto row_of = [&](int task) {
@@ -188,7 +196,7 @@ __device__ void spread(char* shared, int thread, int block, int blocks, const bf
       stage.fetch_normed(static_cast<const bf16*>(norm.x) + frame_of(task), row_of(task));
     }
   };
-  walk_over_tasks(block, blocks, tasks, fetch, prepare, [&](int task, int buffer) {
+  const auto compute = [&](int task, int buffer) {
     const int row = row_of(task);
     float acc[Stage::TILES][4 * Stage::FRAGMENTS][4];
     set_zero(acc);
@@ -196,13 +204,14 @@ __device__ void spread(char* shared, int thread, int block, int blocks, const bf
     if constexpr (SUMS == Sums::moments) sums.add_tiles(acc);
     if constexpr (SUMS == Sums::gradients) stage.add_gradients(sums, acc);
     stage.write(out + frame_of(task), acc, row);
-  });
+  };
+  walk_over_tasks<false, Stage::GROUP>(first, blocks * Stage::GROUPS, tasks, fetch, prepare, compute, stage.group);
   if constexpr (SUMS != Sums::none) {
     sums.template finish<Stage::THREADS>(shared, thread, partial + block * 2 * Stage::COLUMNS);
   }
 }
 
-using SpreadTo16 = Spread<32, 16, 32, 4, 2, false>;
-using SpreadTo32 = Spread<48, 32, 16, 1, 1, true>;
+using SpreadTo16 = Spread<32, 16, 32, 8, 1, false, 4, 4>;
+using SpreadTo32 = Spread<48, 32, 16, 2, 1, true, 2, 4>;
 
 }  // namespace drama::cuda

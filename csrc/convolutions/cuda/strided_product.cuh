@@ -99,14 +99,19 @@ __device__ __forceinline__ void clear(void* shared, int bytes, int thread, int t
 // A block's walk over its tasks, every one of `blocks`: while compute(task, buffer) runs, the copies of the next task into
 // the other of two buffers, which fetch(task, buffer) starts, are on their way. Those of the first task have been started.
 // prepare(task) may start a group of copies that compute waits for, by wait_for_copies<1>. SHOWN: warpgroups read matrices B
-// of what is copied.
-template <bool SHOWN = false, typename Fetch, typename Prepare, typename Compute>
+// of what is copied. GROUP: so many threads walk on their own, group number `group` of the block, which then counts as
+// several.
+template <bool SHOWN = false, int GROUP = 0, typename Fetch, typename Prepare, typename Compute>
 __device__ __forceinline__ void walk_over_tasks(int block, int blocks, int tasks, const Fetch& fetch,
-                                                const Prepare& prepare, const Compute& compute) {
+                                                const Prepare& prepare, const Compute& compute, int group = 0) {
   for (int task = block, buffer = 0; task < tasks; task += blocks, buffer ^= 1) {
     wait_for_copies<0>();
     if constexpr (SHOWN) show_to_products();
-    __syncthreads();  // all have left the task before, whose buffer is free
+    if constexpr (GROUP == 0) {
+      __syncthreads();  // all have left the task before, whose buffer is free
+    } else {
+      group_barrier<GROUP>(group);
+    }
     prepare(task);
     if (task + blocks < tasks) fetch(task + blocks, buffer ^ 1);
     commit_copies();
