@@ -146,7 +146,7 @@ def measure_layers(stacks: list[Encoder | Decoder], frames: int, results: dict[s
             for variant, native in (("cuDNN", False), ("native", True)):
                 for direction, run in (directions(module, layer.inputs, frames, native) or {}).items():
                     run()
-                    figures.setdefault(direction, {})[variant] = profiled(run)["longest"][0][2]
+                    figures.setdefault(direction, {})[variant] = round(profiled(run)["longest"][0][2], 5)
         results[name] = figures
         print(f"{name:48} floor {work.ms:.3f}  " + "  ".join(f"{k} {v}" for k, v in figures.items() if k != "floor_ms"))
         sys.stdout.flush()
