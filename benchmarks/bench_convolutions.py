@@ -118,12 +118,12 @@ def directions(
     plan = None
     if native and (plan := plan_of(module, x)) is None:
         return None
-    y = convolved(x, weight, plan)
-    grad = torch.randn_like(y)
-    return {
+    of_x, of_weight = convolved(x, weight.detach(), plan), convolved(x.detach(), weight, plan)
+    grad = torch.randn_like(of_x)
+    return {  # an operator of our own makes the gradients of all that could have one
         "forward": lambda: convolved(x.detach(), weight.detach(), plan),
-        "input": lambda: torch.autograd.grad(y, x, grad, retain_graph=True),
-        "weight": lambda: torch.autograd.grad(y, weight, grad, retain_graph=True),
+        "input": lambda: torch.autograd.grad(of_x, x, grad, retain_graph=True),
+        "weight": lambda: torch.autograd.grad(of_weight, weight, grad, retain_graph=True),
     }
 
 
