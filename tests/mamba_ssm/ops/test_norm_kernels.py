@@ -94,6 +94,7 @@ def test_gated_norm(shape, groups, gated, bias, norm_before_gate, rms):
 def test_many_rows_for_each_program(monkeypatch, where):
     """Sums over rows that one program takes in several blocks, and those of several programs, in one or more blocks."""
     monkeypatch.setattr(kernels if where == "kernels" else sum_kernels, "PROGRAMS", 2)
+    monkeypatch.setattr(kernels, "LEAST_BLOCKS", 1)
     check_layer_norm(layer_norm_inputs((83, 9)) | {"shift": draw(9, seed=3)}, prenorm=True)
     check_gated_norm(gated_norm_inputs((83, 12)), group_size=6)
 
