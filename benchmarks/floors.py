@@ -2,7 +2,7 @@
 
     python benchmarks/floors.py                                             the floors alone
     python benchmarks/floors.py --measured FILE --page docs/performance.md  tables of the page, between its markers;
-                        also --loop FILE --scaling FILE --packing FILE, of the benchmarks of these names
+           also --loop FILE --variants FILE --scaling FILE --packing FILE, of the benchmarks of these names
 
 FILE: JSON of `benchmarks/train_step.py --profile`; that of `--loop` is made with `--loop`, too. The floor of
 a product, a convolution or a pass over rows is the longer of two times: its bytes, each moved once, at the rate of a
@@ -65,6 +65,7 @@ PHASES = {
     "acting": "Acting",
     "environment_and_replay": "Environment and replay",
 }
+PHASES_SHORT = ("world model", "imagination", "agent", "acting", "environment")
 PUBLISHED = {"world_model_update": 87.7, "imagination": 79.0, "agent_update": 21.2, "acting": 11.0}  # ms, same machine
 GOALS = {"world_model_update": 5.0, "imagination": 1.5, "agent_update": 0.7, "acting": 0.3}
 PUBLISHED_STEP, GOAL_STEP = 198.9, 8.0
@@ -348,6 +349,20 @@ def loop_table(result: Mapping[str, Any]) -> str:
     return f"{table}\n\n{markdown(columns, [row])}"
 
 
+def variant_table(report: Mapping[str, Any]) -> str:
+    """Every backbone and policy, launched kernel by kernel and as captured, compiled steps."""
+    rows = []
+    for result in report["results"]:
+        phases = [result[phase] for phase in PHASES]
+        measured = [phase for phase in phases if phase.get("kernels")]
+        busy, kernels = sum(phase["busy_ms"] for phase in measured), sum(phase["kernels"] for phase in measured)
+        name = f"{result['backbone']} + {result['policy']}, {result['mode'].replace('+', ' + ')}"
+        times = [*(phase["median_ms"] for phase in phases), result["sum_ms"], busy]
+        peak = f"{result['peak_memory_besides_replay_mib'] / 1024:.1f}"
+        rows.append([name, *(f"{time:.2f}" for time in times), str(kernels), peak])
+    return markdown(["ms", *PHASES_SHORT, "sum", "kernel time", "kernels", "GiB"], rows)
+
+
 def scaling_table(report: Mapping[str, Any]) -> str:
     """Time and memory of the sequence cores by length, and the longest against the shortest."""
     results = report["results"]
@@ -415,12 +430,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, help="JSON of train_step.py --profile; its first result is taken")
     parser.add_argument("--loop", type=Path, help="JSON of train_step.py --loop --profile, likewise")
+    parser.add_argument("--variants", type=Path, help="JSON of train_step.py --profile, all its results")
     parser.add_argument("--scaling", type=Path, help="JSON of scaling.py")
     parser.add_argument("--packing", type=Path, help="JSON of packing.py")
     parser.add_argument("--page", type=Path, help="Markdown whose tables are replaced")
     options = parser.parse_args()
     measured, loop = (path and first_result(path) for path in (options.measured, options.loop))
     made = tables(load_config([], "train.py").config, measured, loop)
+    made |= {"variants": variant_table(read(options.variants))} if options.variants else {}
     made |= {"scaling": scaling_table(read(options.scaling))} if options.scaling else {}
     made |= {"packing": packing_table(read(options.packing))} if options.packing else {}
     for name, table in made.items():

@@ -24,6 +24,7 @@ from benchmarks.floors import (
     read,
     scaling_table,
     tables,
+    variant_table,
 )
 from sub_models.world_models import build_world_model
 from utils import load_config
@@ -132,6 +133,7 @@ def test_the_page_has_the_tables_of_its_measurement(config):
     page = made = (ROOT / "docs" / "performance.md").read_text()
     folder = MEASURED.parent
     found = tables(config, first_result(MEASURED), first_result(folder / "train_step_loop_h200.json"))
+    found["variants"] = variant_table(read(folder / "train_step_h200.json"))
     found["scaling"] = scaling_table(read(folder / "scaling_h200.json"))
     found["packing"] = packing_table(read(folder / "packing_h200_compiled.json"))
     for name, table in found.items():
