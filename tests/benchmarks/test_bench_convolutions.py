@@ -15,7 +15,7 @@ def stacks(monkeypatch):
     return [Encoder(**STACK), Decoder(STOCH_DIM, final_sigmoid=True, **STACK)]
 
 
-def test_floors_are_those_of_the_issue(stacks):
+def test_floors_of_a_pass_over_both_stacks(stacks):
     """Forward + backward of 2,048 frames is 0.83 TFLOP; 8,192 frames through the encoder are 0.56."""
     found = floors(*stacks, 2048)
     assert 1.2 < found["learning"] < 2.0
