@@ -1,6 +1,6 @@
 """Train games × seeds × settings, several runs at a time, on one machine or on many.
 
-    python sweep.py --games Pong Boxing --seeds 0 1 --runs-per-gpu 2 --out runs/two --config config_files/atari100k.yaml
+    python sweep.py --games Pong Boxing --seeds 0 1 --out runs/two --config config_files/atari100k.yaml
     python sweep.py --games Pong --seeds 0 1 2 --set Models.WorldModel.Backbone=Mamba,Mamba2 --out runs/backbones
     python sweep.py --out runs/two                      # go on with a sweep that was stopped or killed
 
@@ -321,7 +321,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--games", nargs="+", default=[], metavar="GAME", help="Pong, Toy/Catch-v0, ...; atari100k: all 26")
     add("--seeds", nargs="+", type=int, default=[], metavar="SEED")
     add("--set", action="append", default=[], metavar="KEY=A,B", help="a key to vary; repeatable: every combination")
-    add("--runs-per-gpu", type=int, default=1, help="runs that share a GPU (default 1)")
+    add("--runs-per-gpu", type=int, default=1, help="runs that share a GPU (default 1; docs/sweeps.md: when more gain)")
     add("--cpus-per-run", type=int, default=2, help="cores of a run; without a GPU they limit how many run (default 2)")
     add("--retries", type=int, default=2, help="how often a failed run is tried again from its checkpoint (default 2)")
     add("--backend", choices=("auto", "ray", "local"), default="auto", help="auto: Ray if it is installed")
@@ -391,7 +391,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | UnusableEnvironment) else 1
     print_summary(sweep)
     print(f"report with: python eval.py --report {options.out}")
-    return 1 if sweep.unfinished() else 0
+    if unfinished := sweep.unfinished():
+        print(f"go on with: python sweep.py --out {options.out}", file=sys.stderr)
+    return 1 if unfinished else 0
 
 
 if __name__ == "__main__":
