@@ -24,7 +24,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from typing import NamedTuple
 import gymnasium
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from agents import ActorCriticAgent, build_agent
 from env_wrapper import make_vec_env
@@ -57,6 +58,7 @@ from utils import (
     ConfigError,
     config_from_older,
     config_to_dict,
+    flatten_config,
     isolated_rng,
     load_config,
     override_config,
@@ -69,6 +71,11 @@ VIDEO_FPS = {"ALE": 15}  # agent steps a second of the real environment: 60 raw 
 DEFAULT_FPS = 10
 CONFIDENCE = 0.95
 IMAGINED_SEQUENCES = 4
+ENV_NAME = "BasicSettings.Env_name"
+# Keys, or how they begin, that decide what is played and how well.
+PLAYED_WITH = (ENV_NAME, "Env.", "Models.", "JointTrainAgent.RealityContextLength", "JointTrainAgent.ActOn")
+WORKERS = ("Env.WorkerRestarts", "Env.WorkerTimeout")
+LONGEST_NAME = 150  # of a folder, in characters
 
 
 class Episode(NamedTuple):
@@ -119,11 +126,17 @@ def episode_quotas(num_episodes: int, num_envs: int) -> list[int]:
     return [num_episodes // num_envs + (i < num_episodes % num_envs) for i in range(num_envs)]
 
 
-def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, seed: int) -> Evaluation:
+def evaluate(
+    world_model: WorldModel,
+    agent: ActorCriticAgent,
+    config: Config,
+    seed: int,
+    watch: Callable[[Sequence[Episode]], None] | None = None,
+) -> Evaluation:
     """Play `Evaluate.EpisodeNum` episodes. Neither the models' statistics nor any random stream of the caller moves.
 
     The first episodes of each environment count, as many as its quota; `seed` decides the environments' and the
-    policy's randomness, together with `BasicSettings.Seed`.
+    policy's randomness, together with `BasicSettings.Seed`. `watch` sees the finished episodes after each step.
     """
     section = config.Evaluate
     name = config.BasicSettings.Env_name
@@ -155,6 +168,8 @@ def evaluate(world_model: WorldModel, agent: ActorCriticAgent, config: Config, s
                     frames.append(result.final_obs[0])
                     recording = False
             obs, is_first = result.obs, result.is_first
+            if watch is not None:
+                watch(episodes)
     recorded = (np.stack(frames), np.stack(actions)) if frames else (None, None)
     return Evaluation(episodes, *recorded, seeds=(env_seed, policy_seed))
 
@@ -195,10 +210,11 @@ def load(path: str | Path, device: str = "auto", greedy: bool = True) -> tuple[W
     return world_model, build_actor(config, world_model, agent, greedy)
 
 
-def evaluation_folder(saved: SavedModel, env: str) -> Path:
+def evaluation_folder(saved: SavedModel, config: Config) -> Path:
     """RUN/eval/<checkpoint>; beside a file that travels alone `eval`, with its name if that is not model.pt.
 
-    Below it `in_<env>` for another environment than the trained one: that is not what the run's score is read from.
+    Below it one more folder, such as `with_RealityContextLength-16`, where `config` plays otherwise than the model was
+    trained: that is not what the run's score is read from.
     """
     path = saved.path.resolve()
     checkpoint = path.parent
@@ -206,8 +222,17 @@ def evaluation_folder(saved: SavedModel, env: str) -> Path:
         folder = checkpoint.parent.parent / "eval" / checkpoint.name
     else:
         folder = checkpoint / "eval" if path.name == "model.pt" else checkpoint / "eval" / path.stem
-    trained = config_from_older(saved.config).BasicSettings.Env_name
-    return folder if env == trained else folder / f"in_{re.sub(r'[^A-Za-z0-9]+', '-', env)}"
+    trained, now = flatten_config(config_from_older(saved.config)), flatten_config(config)
+    other = [key for key in now if key.startswith(PLAYED_WITH) and now[key] != trained[key] and key not in WORKERS]
+    words = [f"in_{now[key]}" if key == ENV_NAME else f"with_{key.split('.')[-1]}-{now[key]}" for key in other]
+    return folder / re.sub(r"[^A-Za-z0-9_.]+", "-", "_".join(words))[:LONGEST_NAME] if words else folder
+
+
+def largest_kept(folder: Path, num_episodes: int) -> Path:
+    """`folder`, or one below it where it holds an evaluation of more episodes than `num_episodes`."""
+    summary = folder / "summary.json"
+    kept = json.loads(summary.read_text())["episodes"] if summary.is_file() else 0
+    return folder if num_episodes >= kept else folder / f"of_{num_episodes}_episodes"
 
 
 def tables_of(evaluation: Evaluation, config: Config, step: int, device: torch.device) -> dict[str, bytes]:
@@ -245,9 +270,9 @@ def print_table(evaluation: Evaluation) -> None:
         print(f"{number:>7}  {episode.environment:>3}  {episode.score:>10.2f}  {episode.length:>7}  {normalised:>16}")
     summary = evaluation.summary()
     low, high = summary["mean_interval_95"]
-    print(
-        f"mean {summary['mean']:.3f} (95 % bootstrap interval {low:.3f} to {high:.3f}), median {summary['median']:.3f}"
-    )
+    many = len(evaluation.episodes) > 1
+    interval = f"95 % bootstrap interval {low:.3f} to {high:.3f}" if many else "one episode: no interval"
+    print(f"mean {summary['mean']:.3f} ({interval}), median {summary['median']:.3f}")
     if summary["human_normalised_mean"] is not None:
         print(
             f"human-normalised mean {summary['human_normalised_mean']:.3f}, "
@@ -322,15 +347,35 @@ def split_words(words: Sequence[str]) -> Words:
     return Words(path, **own, config=rest)
 
 
+class EpisodeBar:
+    """Steps of an evaluation, their rate, the finished episodes and their mean, where stderr is a terminal."""
+
+    def __init__(self, num_episodes: int) -> None:
+        self.num_episodes = num_episodes
+        self._bar = tqdm(unit=" steps", disable=None, leave=False)
+
+    def __enter__(self) -> "EpisodeBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, episodes: Sequence[Episode]) -> None:
+        mean = f", mean {np.mean([episode.score for episode in episodes]):.2f}" if episodes else ""
+        self._bar.set_description(f"{len(episodes)} of {self.num_episodes} episodes{mean}", refresh=False)
+        self._bar.update()
+
+
 def run_evaluation(saved: SavedModel, config: Config, device: torch.device) -> None:
     """Play, print the scores and write them with a video and a picture of imagination."""
     check_kernels(config)
     with use_tier(config.BasicSettings.Kernels):
         world_model, agent = build_from(saved, config, device)
-        evaluation = evaluate(world_model, agent, config, seed=saved.step)
+        with EpisodeBar(config.Evaluate.EpisodeNum) as bar:
+            evaluation = evaluate(world_model, agent, config, seed=saved.step, watch=bar.show)
         dreams = imagined_frames(world_model, agent, config, evaluation, seed=saved.step)
     print_table(evaluation)
-    folder = evaluation_folder(saved, config.BasicSettings.Env_name)
+    folder = largest_kept(evaluation_folder(saved, config), len(evaluation.episodes))
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in tables_of(evaluation, config, saved.step, device).items():
         write_atomic(folder / name, data)

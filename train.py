@@ -123,6 +123,8 @@ def train(run: Run, profile_steps: int | None = None) -> None:
         step = restore(run, world_model, agent, replay, collector)
         training, schedule = config.JointTrainAgent, Schedule(config)
         finished = step >= schedule.total_steps
+        if finished:
+            logger.warning("%s has all its %d steps: JointTrainAgent.SampleMaxSteps would extend it", run.folder, step)
 
         while not finished:
             step += env.num_envs
@@ -327,6 +329,7 @@ def refuse_changes(before: Config, now: Config) -> None:
 def check_start(config: Config) -> None:
     """Find what would stop a new run at once, before its folder is made."""
     env = make_env(config.BasicSettings.Env_name, config, config.BasicSettings.Seed)
+    env.reset()  # some cannot draw themselves, which shows here first
     env.close()
     check_kernels(config)
     check_trackers(config)

@@ -264,6 +264,21 @@ def test_episodes_of_another_environment_are_not_taken_for_the_runs_score(tmp_pa
     assert read_result(folder).evaluation["env"] == "Toy/Catch-v0"
 
 
+def test_what_plays_otherwise_or_less_does_not_replace_the_runs_score(tmp_path, capsys):
+    folder = run_training(tmp_path, "--JointTrainAgent.SampleMaxSteps", 40)
+    kept = folder / "eval" / "step_000000040"
+    silent = ["--Evaluate.SaveVideo", "false", "--Evaluate.NumEnvs", "1"]
+    assert main([str(folder), *silent, "--Evaluate.EpisodeNum", "2", "--Env.WorkerTimeout", "50"]) == 0
+    before = (kept / "summary.json").read_bytes()
+    assert main([str(folder), *silent, "--JointTrainAgent.RealityContextLength", "3"]) == 0
+    assert (kept / "with_RealityContextLength-3" / "summary.json").is_file()
+    assert main([str(folder), *silent, "--Evaluate.EpisodeNum", "1"]) == 0
+    assert "one episode: no interval" in capsys.readouterr().out
+    assert (kept / "of_1_episodes" / "summary.json").is_file()
+    assert (kept / "summary.json").read_bytes() == before
+    assert read_result(folder).evaluation["episodes"] == 2
+
+
 def test_other_actions_are_refused(run_folder, capsys):
     assert main(["--BasicSettings.SavePath", str(run_folder), "--BasicSettings.Env_name", "ALE/Pong-v5"]) == 2
     assert "it has actions 6, but the agent was trained with 3" in capsys.readouterr().err
