@@ -173,9 +173,14 @@ def test_a_stopped_run_says_so_by_its_exit_code_and_goes_on(tmp_path, capsys, nu
         time.sleep(0.3)
         os.kill(os.getpid(), number)
 
+    handler = signal.getsignal(number)
+    signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and a run leaves that so
     killer = threading.Thread(target=stop)
     killer.start()
-    assert main(words(tmp_path, "--JointTrainAgent.SampleMaxSteps=100000")) == code
+    try:
+        assert main(words(tmp_path, "--JointTrainAgent.SampleMaxSteps=100000")) == code
+    finally:
+        signal.signal(number, handler)
     killer.join()
     (folder,) = tmp_path.iterdir()
     step = newest_state(folder).step
