@@ -231,7 +231,13 @@ def evaluation_folder(saved: SavedModel, config: Config) -> Path:
 def largest_kept(folder: Path, num_episodes: int) -> Path:
     """`folder`, or one below it where it holds an evaluation of more episodes than `num_episodes`."""
     summary = folder / "summary.json"
-    kept = json.loads(summary.read_text())["episodes"] if summary.is_file() else 0
+    try:
+        kept = int(json.loads(summary.read_text())["episodes"])
+    except FileNotFoundError:
+        return folder
+    except (ValueError, KeyError, TypeError):
+        logger.warning("%s is damaged and is replaced", summary)
+        return folder
     return folder if num_episodes >= kept else folder / f"of_{num_episodes}_episodes"
 
 

@@ -277,6 +277,9 @@ def test_what_plays_otherwise_or_less_does_not_replace_the_runs_score(tmp_path, 
     assert (kept / "of_1_episodes" / "summary.json").is_file()
     assert (kept / "summary.json").read_bytes() == before
     assert read_result(folder).evaluation["episodes"] == 2
+    (kept / "summary.json").write_text("{")
+    assert main([str(folder), *silent, "--Evaluate.EpisodeNum", "1"]) == 0
+    assert read_result(folder).evaluation["episodes"] == 1
 
 
 def test_other_actions_are_refused(run_folder, capsys):
