@@ -17,6 +17,7 @@ from mamba_ssm.ops.numerics import accumulate_dtype
 from mamba_ssm.ops.tiers import reference_instead
 from mamba_ssm.ops.triton.jit_math import silu, softplus
 from mamba_ssm.ops.triton.launch import next_power_of_two
+from mamba_ssm.ops.triton.recurrent_step_kernels import load_float, place_of_norm
 
 Tensor = torch.Tensor
 
@@ -25,12 +26,6 @@ ROWS_AT_ONCE = 4                                                     # rows whos
 REGISTERS = 64                                                       # of a thread: all programs of B1024 fit on an H200
 MOST_WARPS = 8
 MOST_CHANNELS = 4096                                                 # of a group: what the registers of a program hold
-NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
-
-
-@triton.jit
-def _load(ptr, index, live):
-    return tl.load(ptr + index, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -40,12 +35,12 @@ def _convolved(
 ):  # fmt: skip
     """silu of the convolution's newest row at columns of (x, B, C), whose inputs enter the window."""
     newest = tl.load(inputs_ptr + column, mask=live, other=0.0)
-    out = newest.to(tl.float32) * _load(weight_ptr + (W - 1) * E, column, live)
+    out = newest.to(tl.float32) * load_float(weight_ptr + (W - 1) * E, column, live)
     for i in tl.static_range(1, W):
         before = window_ptr + ((count + W - i) % W) * E
-        out += _load(before, column, live) * _load(weight_ptr + (W - 1 - i) * E, column, live)
+        out += load_float(before, column, live) * load_float(weight_ptr + (W - 1 - i) * E, column, live)
     if HAS_BIAS:
-        out += _load(bias_ptr, column, live)
+        out += load_float(bias_ptr, column, live)
     tl.store(window_ptr + (count % W) * E + column, newest.to(window_ptr.dtype.element_ty), mask=live)
     return silu(out)
 
@@ -114,10 +109,10 @@ def _dual_step_kernel(
         passed_ptr, passed_left_ptr, stride_passed, 0, length, channel, live, b_column, n_live, head, head_live, H,
         ROWS, "",
     )  # fmt: skip
-    dt = softplus(_load(inputs_ptr + E, head, head_live) + _load(dt_bias_ptr, head, head_live))
+    dt = softplus(load_float(inputs_ptr + E, head, head_live) + load_float(dt_bias_ptr, head, head_live))
     if LIMITED:
         dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, head_live)))
+    decay = tl.exp(-dt * tl.exp(load_float(A_log_ptr, head, head_live)))
     B = _convolved(b_column, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
     C = _convolved(b_column + G * N, n_live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
     newest = stepped_ptr + count * stride_stepped
@@ -143,15 +138,15 @@ def _dual_step_kernel(
     x = _convolved(channel, live, inputs_ptr, window_ptr, weight_ptr, bias_ptr, count, E, W, HAS_BIAS)
     tl.store(newest + channel, x.to(stepped_ptr.dtype.element_ty), mask=live)
     if D_OF_CHANNEL:
-        y += x * (weight[:, None] + _load(D_ptr, channel, live))
+        y += x * (weight[:, None] + load_float(D_ptr, channel, live))
     else:
-        y += x * (weight + _load(D_ptr, head, head_live))[:, None]
-    gate = silu(_load(zxbcdt_ptr, channel, live))
+        y += x * (weight + load_float(D_ptr, head, head_live))[:, None]
+    gate = silu(load_float(zxbcdt_ptr, channel, live))
     if NORM == 1:
         y *= gate
     if NORM != 0:
         scale = tl.rsqrt(tl.sum(y * y) / (HEADS * P) + eps)
-        y *= scale * _load(norm_weight_ptr, channel, live)
+        y *= scale * load_float(norm_weight_ptr, channel, live)
     if NORM != 1:
         y *= gate
     tl.store(out_ptr + b * (H * P) + channel, y.to(out_ptr.dtype.element_ty), mask=live)
@@ -171,7 +166,7 @@ def mamba2_dual_step(
     d_ssm = zxbcdt.shape[1] - channels - heads
     block_h, block_p = next_power_of_two(heads // ngroups), next_power_of_two(d_ssm // heads)
     out = torch.empty((batch, d_ssm), dtype=zxbcdt.dtype, device=zxbcdt.device)
-    norm = NO_NORM if norm_weight is None else NORM_FIRST if norm_before_gate else GATE_FIRST
+    norm = place_of_norm(norm_weight, norm_before_gate)
     if batch == 0:
         return out
     dense = (None if tensor is None else tensor.contiguous() for tensor in (conv_bias, dt_bias, A_log, D, norm_weight))

@@ -36,7 +36,8 @@ NO_NORM, GATE_FIRST, NORM_FIRST = range(3)
 
 
 @triton.jit
-def _load(ptr, index, live):
+def load_float(ptr, index, live):
+    """Numbers as float32, 0 where there is none."""
     return tl.load(ptr + index, mask=live, other=0.0).to(tl.float32)
 
 
@@ -58,7 +59,7 @@ def _move_on(
     channel = group * CHANNELS + inner
     head = channel // P
     inside = live[:, None] & (n < N)[None, :]
-    x = _load(zxbcdt_ptr + H * P, channel, live)
+    x = load_float(zxbcdt_ptr + H * P, channel, live)
     x, window, window_cell, moving = convolve_one(
         x, channel, live, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
         HAS_BIAS,
@@ -66,14 +67,14 @@ def _move_on(
     cell = ssm_state_ptr + channel[:, None] * N + n[None, :]                               # (C, N)
     state = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
     x = silu(x)
-    dt = softplus(_load(zxbcdt_ptr + 2 * H * P + 2 * G * N, head, live) + _load(dt_bias_ptr, head, live))
+    dt = softplus(load_float(zxbcdt_ptr + 2 * H * P + 2 * G * N, head, live) + load_float(dt_bias_ptr, head, live))
     if LIMITED:
         dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    decay = tl.exp(-dt * tl.exp(_load(A_log_ptr, head, live)))
+    decay = tl.exp(-dt * tl.exp(load_float(A_log_ptr, head, live)))
     if D_OF_CHANNEL:
-        skip = x * _load(D_ptr, channel, live)
+        skip = x * load_float(D_ptr, channel, live)
     else:
-        skip = x * _load(D_ptr, head, live)
+        skip = x * load_float(D_ptr, head, live)
     state = decay[:, None] * state + (dt * x)[:, None] * B
     y = tl.sum(state * C, axis=1) + skip
     tl.debug_barrier()
@@ -90,9 +91,9 @@ def _finish(
     live = inner < CHANNELS
     channel = group * CHANNELS + inner
     if NORM != 0:
-        y *= scale * _load(norm_weight_ptr, channel, live)
+        y *= scale * load_float(norm_weight_ptr, channel, live)
     if NORM != 1:
-        y *= silu(_load(zxbcdt_ptr, channel, live))
+        y *= silu(load_float(zxbcdt_ptr, channel, live))
     tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -115,8 +116,8 @@ def _mamba2_step_kernel(
     n = tl.arange(0, BLOCK_N)
     b_channel = H * P + group * N + n
     c_channel = b_channel + G * N
-    B = _load(zxbcdt_ptr + H * P, b_channel, n < N)
-    C = _load(zxbcdt_ptr + H * P, c_channel, n < N)
+    B = load_float(zxbcdt_ptr + H * P, b_channel, n < N)
+    C = load_float(zxbcdt_ptr + H * P, c_channel, n < N)
     B, b_window, b_cell, b_moving = convolve_one(
         B, b_channel, n < N, conv_state_ptr, conv_weight_ptr, conv_bias_ptr, stride_wd, stride_ww, S, 1, W, S, BLOCK_S,
         HAS_BIAS,
@@ -139,7 +140,7 @@ def _mamba2_step_kernel(
             BLOCK_N, BLOCK_S,
         )  # fmt: skip
         if NORM == 1:
-            y *= silu(_load(zxbcdt_ptr, group * CHANNELS + inner, inner < CHANNELS))
+            y *= silu(load_float(zxbcdt_ptr, group * CHANNELS + inner, inner < CHANNELS))
         squares += y * y
         ys += (y,)
     if KEPT == 0:
@@ -152,7 +153,7 @@ def _mamba2_step_kernel(
                 D_OF_CHANNEL, LIMITED, BLOCK_N, BLOCK_S,
             )  # fmt: skip
             if NORM == 1:
-                y *= silu(_load(zxbcdt_ptr, group * CHANNELS + inner, inner < CHANNELS))
+                y *= silu(load_float(zxbcdt_ptr, group * CHANNELS + inner, inner < CHANNELS))
             squares += y * y
             tl.store(ungated_ptr + inner, y, mask=inner < CHANNELS)
         tl.debug_barrier()                                          # what this loop wrote is read by other threads
@@ -163,8 +164,13 @@ def _mamba2_step_kernel(
     if KEPT == 0:
         for first in range(0, CHANNELS, BLOCK_C):
             inner = first + tl.arange(0, BLOCK_C)
-            y = _load(ungated_ptr, inner, inner < CHANNELS)
+            y = load_float(ungated_ptr, inner, inner < CHANNELS)
             _finish(y, scale, inner, group, zxbcdt_ptr, norm_weight_ptr, out_ptr, CHANNELS, NORM)
+
+
+def place_of_norm(norm_weight: Tensor | None, norm_before_gate: bool) -> int:
+    """`NORM` of a step's kernel."""
+    return NO_NORM if norm_weight is None else NORM_FIRST if norm_before_gate else GATE_FIRST
 
 
 def _blocks(chosen: tuple[int, int, int | None], channels: int, size: int) -> dict[str, int | None]:
@@ -213,7 +219,7 @@ def _run_mamba2_step(
     kept = ceil_div(d_ssm // groups, blocks["BLOCK_C"])
     kept = kept if kept <= MOST_KEPT else 0
     ungated = None if kept else torch.empty((batch, d_ssm), dtype=torch.float32, device=zxbcdt.device)
-    norm = NO_NORM if norm_weight is None else NORM_FIRST if norm_before_gate else GATE_FIRST
+    norm = place_of_norm(norm_weight, norm_before_gate)
     _mamba2_step_kernel[(batch, groups)](
         zxbcdt, conv_state, ssm_state, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, out, ungated,
         zxbcdt.stride(0), conv_state.stride(0), ssm_state.stride(0), *conv_weight.stride(), norm_eps, dt_min, dt_max,
