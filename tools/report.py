@@ -337,7 +337,8 @@ def _honesty(results: Sequence[Result]) -> str:
     least, most = min(seeds), max(seeds)
     number = f"{least}" if least == most else f"{least} to {most}"
     sentences = [f"{len(results)} run{'s' if len(results) > 1 else ''}, {number} seed{'s' if most > 1 else ''} each."]
-    sentences += [_unfinished(results)] if _unfinished(results) else []
+    if unfinished := _unfinished(results):
+        sentences.append(unfinished)
     short = sum(result.game in reference_scores() and result.steps < 100_000 for result in results)
     if short:
         sentences.append(
